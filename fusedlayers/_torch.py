@@ -92,10 +92,6 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "make_fx",
     "no_dispatch",
-    "onednn_convolution",
-    "onednn_has_bfloat16",
-    "onednn_is_enabled",
-    "onednn_linear",
     "parametrizations_are_cached",
     "pop_saved_tensors_hooks",
     "profiler_is_active",
@@ -222,14 +218,6 @@ NormBase: type[_NormBase] = _NormBase
 
 #: Batch norm with the batch's mean and inverse standard deviation; what ``F.batch_norm`` calls.
 batch_norm_with_statistics: Callable[..., tuple[Any, ...]] = torch._batch_norm_impl_index
-#: oneDNN's linear layer with a post-operation. None in builds without oneDNN, where ``F.linear`` is called.
-onednn_linear: Any = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
-#: oneDNN's convolution with a post-operation. None in builds without oneDNN, where torch's convolution is called.
-onednn_convolution: Any = getattr(torch.ops.mkldnn, "_convolution_pointwise", None)
-#: () -> bool: whether oneDNN computes in bfloat16 on this CPU. None in builds without oneDNN, which means no.
-onednn_has_bfloat16: Callable[[], bool] | None = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)
-#: () -> bool: whether the user leaves oneDNN switched on (``torch.backends.mkldnn.flags``).
-onednn_is_enabled: Callable[[], bool] = torch._C._get_mkldnn_enabled
 #: A tensor converted to a dtype, in a trace.
 TO_COPY: Any = torch.ops.aten._to_copy
 #: A tensor turned into a number, in a trace: ``item()``.

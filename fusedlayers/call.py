@@ -27,14 +27,11 @@ from ._torch import (
     functorch_is_active,
     infrastructure_mode,
     is_of_transform,
-    onednn_is_enabled,
     saved_tensors_hooks_on_top,
     torchscript_state,
 )
 from .activations import Activation, WithOperands
-from .backends import Backend
-from .backends.cpu import onednn
-from .backends.operations import MATMUL, Convolution, Matmul, Operation, Pointwise, Weight
+from .backends.operations import MATMUL, Convolution, Operation, Pointwise, Weight
 from .ops import batch_norm
 from .ops.edits import is_under_checkpoint
 from .plan import Needs, Plan, PlanKey, make_plan
@@ -110,7 +107,7 @@ class Call(NamedTuple):
             saves_arguments=x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf),
             is_hooked=saved_tensors_hooks_on_top(True) is not None,
             is_inplace=self.is_inplace,
-            has_own_node=_has_own_node(operation, backend, x, w),
+            has_own_node=_has_own_node(operation, x, w),
             returns_view=operation.returns_view(x),
             makes_z=not isinstance(operation, Pointwise) or b is not None,
         )
@@ -120,13 +117,13 @@ def plan_dense(
     x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None, activation: Activation, save: str, is_usual: bool
 ) -> Planned:
     """For ``dense_bias_act``. The facts leave out the number of rows, because lengths of sequences change from call to
-    call. They hold what the rows decide: whether the matmul is large, as ``has_faster_linear`` asks."""
+    call."""
     if not is_usual or not x.dim() or not w.dim():
         return plan_for(MATMUL, x, w, b, residual, activation, save, None, is_usual=False)
-    shape, multiply_adds = x.shape, x.numel() * w.shape[0]
-    is_large = multiply_adds >= onednn.LARGE_MATMUL
-    shapes = MATMUL, len(shape) if residual is None else shape, shape[-1], is_large
-    return plan_for(MATMUL, x, w, b, residual, activation, save, shapes, multiply_adds // max(1, shape[-1]))
+    shape = x.shape
+    shapes = MATMUL, len(shape) if residual is None else shape, shape[-1]
+    elements = x.numel() * w.shape[0] // max(1, shape[-1])
+    return plan_for(MATMUL, x, w, b, residual, activation, save, shapes, elements)
 
 
 def plan_for(
@@ -215,7 +212,6 @@ def plan_for(
             torch.is_grad_enabled(),
             autocast_is_active() and autocast_dtype(x),
             saved_tensors_hooks_on_top(True) is None,
-            onednn_is_enabled(),
             plain_because,
             dispatch_mode_count() and _mode_types(),
             x.is_cuda and is_capturing(x),
@@ -298,9 +294,7 @@ def _followed_by() -> str | None:
     return "a selective checkpoint saves results of single operations" if any(selective) else None
 
 
-def _has_own_node(operation: Operation, backend: Backend, x: Tensor, w: Weight) -> bool:
-    """Whether a node of this package makes z, faster than torch's own or saving less."""
-    if isinstance(operation, Matmul):
-        return backend.has_faster_linear(x, w)
+def _has_own_node(operation: Operation, x: Tensor, w: Weight) -> bool:
+    """Whether a node of this package makes z, saving less than torch's own."""
     saves_both = x.requires_grad and w is not None and w.requires_grad
     return isinstance(operation, Convolution) and not saves_both and operation.padding_in_numbers(w) is not None

@@ -24,7 +24,6 @@ from .ops.batch_norm import inverse_error_of, norm_act
 from .ops.batch_norm_input import norm_act_of_input
 from .ops.conv import Conv
 from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
-from .ops.linear import Dense
 from .ops.mlp import MLP
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked, without_gradients
 from .ops.place import InputPlace, place_of
@@ -144,10 +143,9 @@ def _fused(
         x = x.to(plan.cast) if plan.saved == "recompute" else x
         if plan.saved == "output" and isinstance(operation, Matmul):
             x, w = shared_cast(x, plan.cast), shared_cast(w, plan.cast)
-    backend = plan.backend
     recompute: Recompute = operation.__call__
     if plan.has_own_node:
-        z = Dense.apply(x, w, b, backend) if operation is MATMUL else Conv.apply(x, w, b, operation)
+        z = Conv.apply(x, w, b, operation)
     elif plan.keeps_origin and isinstance(operation, BatchNorm):
         z, recompute = operation.with_recompute(x, w, b)
     else:
@@ -190,9 +188,7 @@ def _without_gradients(
     """By a backend's kernels; nothing is saved, and the output carries no branch bit."""
     backend, cast = plan.backend, plan.cast
     if cast is not None and isinstance(operation, Matmul):
-        x, w, b, cast = x.to(cast), w.to(cast), None if b is None else b.to(cast), None
-    if not (cast is not None or operands or residual is not None or isinstance(operation, Pointwise)):
-        return backend.operation_act(operation, x, w, b, activation)
+        x, w, b = x.to(cast), w.to(cast), None if b is None else b.to(cast)
     kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
     z = operation(x, w, b)
     out = z if plan.overwrites else None

@@ -11,16 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import backends, validation
-from ._torch import autocast_is_active
+from . import validation
 from .activations import Activation, resolve
-from .backends.operations import GATE, MATMUL
+from .backends.operations import GATE
 from .call import followed_by, needs_gradient, plan_for
 from .ops import gate as gates
 from .ops.buffer_reuse import hooks_move_tensors
 from .ops.dropout import dropped_product_of
 from .ops.gate import Gate, Packing
-from .ops.linear import Dense
 from .ops.product import factors_of, saving_factors
 from .sizes import is_small
 from .utils.compiled_checkpoint import compiled_checkpoint
@@ -208,15 +206,4 @@ def keeping_factors(function: Callable[..., Tensor], input: Tensor, *args: Any, 
     factors = factors_of(product) if is_ours else None
     if factors is None:
         return function(input, *args, **kwargs)
-    run = _linear if function is F.linear else function
-    return saving_factors(input, product, factors, functools.partial(run, input, *args, **kwargs))
-
-
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``F.linear``, by a backend's matmul where that is faster."""
-    if validation.are_usual((input, weight), (bias,)) and weight.dim() == 2 and not autocast_is_active():
-        alike = (t.dtype is input.dtype and t.device == input.device for t in (weight, bias) if t is not None)
-        backend = backends.choose(input)
-        if all(alike) and backend.has_faster_linear(input, weight):
-            return MATMUL.unflattened(Dense.apply(MATMUL.flattened(input), weight, bias, backend), input)
-    return F.linear(input, weight, bias)
+    return saving_factors(input, product, factors, functools.partial(function, input, *args, **kwargs))

@@ -85,7 +85,7 @@ class PlanKey(NamedTuple):
     is_hooked: bool = False
     #: Whether the result is to be written over the input.
     is_inplace: bool = False
-    #: Whether a node of this package makes the pre-activation, faster or saving less than torch's.
+    #: Whether a node of this package makes the pre-activation, saving less than torch's.
     has_own_node: bool = False
     #: Whether the operation returns a view of its result.
     returns_view: bool = False

@@ -18,8 +18,7 @@ from .utils.layout import channels_last_format
 #: and 1.07 to 1.08.
 SMALL_BYTES = 512 << 10
 #: Results of fewer bytes are activated by PyTorch's own in-place operation. Two conditions hold: that operation saves
-#: its result and nothing else, and PyTorch's own operation makes z. (A large float32 matmul on an AMD CPU is oneDNN's,
-#: by a node of this package: its result takes the fused path at any size.) Forward and backward as above with relu,
+#: its result and nothing else, and PyTorch's own operation makes z. Forward and backward as above with relu,
 #: tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time up to 1 MiB, and with the autograd.Function
 #: 1.05 to 1.31 times. From 2 MiB on the Function takes less, because it writes dz over y. PyTorch computes batch
 #: norms of fewer bytes too, with activations that have no in-place operation: with silu (two threads) the Function took

@@ -1,9 +1,9 @@
-"""The eager backend's short cuts hold to what they cut short: tables, in-place bit tricks, oneDNN."""
+"""The eager backend's short cuts hold to what they cut short: tables, in-place bit tricks."""
 
 import functools
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,12 +18,11 @@ import fusedlayers as fl
 from fusedlayers import backends
 from fusedlayers.activations import Activation, resolve, rows, upcast
 from fusedlayers.backends import GradientRequest, cpu
-from fusedlayers.backends.cpu import elementwise, loops, onednn
-from fusedlayers.backends.operations import MATMUL
+from fusedlayers.backends.cpu import elementwise, loops
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.folded import INVERSE_TOLERANCE
 from fusedlayers.derivative.polynomial import PRECISIONS
-from fusedlayers.memory import peak_bytes, saved_bytes
+from fusedlayers.memory import peak_bytes
 from fusedlayers.utils.layout import copies_are_contiguous, is_dense
 
 TABLE = [row.bind() for row in rows()]
@@ -32,8 +31,6 @@ every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
 every_folded = pytest.mark.parametrize("activation", FOLDED, ids=str)
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
-
-POST_OPS = [a for a in TABLE if a.row is not None and a.row.native.post_op is not None]
 
 
 @functools.cache
@@ -178,8 +175,8 @@ def test_softplus_of_all_parameters(parameters: tuple[float, float]) -> None:
 
 
 MOST_FUNCTIONS = {
-    **dict.fromkeys(["gelu", "silu", "mish", "quick_gelu", "gelu_tanh"], (7, 8, 8)),
-    **dict.fromkeys(["relu", "tanh", "sigmoid", "elu", "leaky_relu"], (6, 6, 6)),
+    **dict.fromkeys(["gelu", "silu", "mish", "quick_gelu", "gelu_tanh"], (7, 8)),
+    **dict.fromkeys(["relu", "tanh", "sigmoid", "elu", "leaky_relu"], (6, 6)),
 }
 
 
@@ -194,12 +191,10 @@ def test_a_short_call_decides_little(name: str, dtype: torch.dtype) -> None:
     calls = (
         lambda: cpu.bias_act(z, b, activation, dim=-1, encode=True, out=z),
         lambda: _gradient_of_output(z, y, activation),
-        lambda: cpu.operation_act(MATMUL, x[:4], w, b, activation),
     )
     for call, most in zip(calls, MOST_FUNCTIONS[name], strict=True):
         entered = _functions_entered(call)
         assert 1 <= len(entered) <= most, entered
-    assert len(_functions_entered(lambda: cpu.linear(x, w, b))) <= 2
 
 
 def _gradient_of_output(dy: Tensor, y: Tensor, activation: Activation) -> object:
@@ -474,11 +469,10 @@ def test_the_inverse_is_the_same_on_any_threads(name: str) -> None:
 @every_dtype
 @pytest.mark.parametrize("features", [3, 300], ids=["small", "large"])
 def test_every_path_keeps_nan(activation: Activation, dtype: torch.dtype, features: int) -> None:
-    # oneDNN's relu and clip turn NaN into a number, which is why they are not used.
     x, w = torch.ones(200, 40).to(dtype), torch.ones(features, 40).to(dtype)
     x[7, 3] = math.nan
     b = torch.zeros(features).to(dtype)
-    y, z = cpu.operation_act(MATMUL, x, w, b, activation), F.linear(x, w)
+    y, z = cpu.bias_act(F.linear(x, w, b), None, activation, dim=-1, encode=False, out=None), F.linear(x, w)
     # With AMX, oneDNN's bfloat16 matmul spreads it to the row before (torch 2.11).
     spread = z.isnan().any(1)
     assert torch.equal(y.isnan().any(1), spread) and spread[7] and spread.sum() <= 2
@@ -487,156 +481,6 @@ def test_every_path_keeps_nan(activation: Activation, dtype: torch.dtype, featur
             continue
         y = cpu.bias_act(z.clone(), b, activation, dim=-1, encode=encode, out=None)
         assert torch.equal(y.isnan().all(1), spread)
-
-
-def test_onednn_swallows_nan_where_it_is_not_used() -> None:
-    if not onednn._has_onednn():
-        pytest.skip("this torch has no oneDNN")
-    x = torch.full((64, 64), math.nan)
-    y = torch.ops.mkldnn._linear_pointwise(x, torch.ones(64, 64), None, "relu", [], "")
-    if y.isnan().all():
-        pytest.skip("this oneDNN keeps NaN in relu: its post-operation could be used")
-    for name in ("relu", "relu6", "hardtanh", "trelu"):
-        assert resolve(name).row.native.post_op is None  # type: ignore[union-attr]
-
-
-# --- oneDNN -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def onednn_always(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Use oneDNN whatever this machine would choose."""
-    if not onednn._has_onednn():
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(onednn, "_is_amd_with_avx512", lambda: True)
-    monkeypatch.setattr(onednn, "LARGE_MATMUL", 1 << 20)
-    onednn._onednn_wins.cache_clear()
-    yield
-    onednn._onednn_wins.cache_clear()
-
-
-def _multiply(x: Tensor, w: Tensor, b: Tensor | None, post_op: tuple[str, list[float], str]) -> Tensor:
-    return torch.ops.mkldnn._linear_pointwise(x, w, b, *post_op)
-
-
-LAYOUTS = ["contiguous", "three dimensions", "transposed weight", "gaps"]
-
-
-def _operands(layout: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    torch.manual_seed(0)
-    x, w, b = (torch.randn(s).to(dtype) for s in ((96, 160), (112, 160), (112,)))
-    if layout == "three dimensions":
-        x = x.view(4, 24, 160)
-    elif layout == "transposed weight":
-        w = w.t().contiguous().t()
-    elif layout == "gaps":
-        x, w = torch.randn(192, 320).to(dtype)[::2, ::2], torch.randn(224, 160).to(dtype)[::2]
-    assert x.numel() * w.shape[0] >= 1 << 20
-    return x, w, b
-
-
-@pytest.mark.usefixtures("onednn_always")
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_onednn_multiplies_as_linear_does(layout: str, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and not onednn._has_bfloat16():
-        pytest.skip("this machine's oneDNN has no bfloat16")
-    x, w, b = _operands(layout, dtype)
-    for bias in (b, None):
-        truth = F.linear(x.double(), w.double(), None if bias is None else bias.double())
-        ours = _multiply(x, w, bias, ("none", [], "")).double() - truth
-        eagers = F.linear(x, w, bias).double() - truth
-        assert float(ours.norm()) <= 2 * float(eagers.norm()) + 1e-7 * float(truth.norm())
-
-
-@pytest.mark.usefixtures("onednn_always")
-@pytest.mark.parametrize("activation", POST_OPS, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_onednn_applies_the_activation(activation: Activation, dtype: torch.dtype) -> None:
-    if dtype is torch.bfloat16 and not onednn._has_bfloat16():
-        pytest.skip("this machine's oneDNN has no bfloat16")
-    x, w, b = _operands("contiguous", dtype)
-    x = x / 4
-    post_op = activation.row.native.post_op(**activation.parameters)  # type: ignore[union-attr,misc]
-    truth = activation.function(F.linear(x.double(), w.double(), b.double()))
-    ours = _multiply(x, w, b, post_op).double() - truth
-    eagers = activation.plain(F.linear(x, w, b)).double() - truth
-    assert float(ours.norm()) <= 2 * float(eagers.norm()) + 1e-7 * float(truth.norm())
-    assert float(ours.abs().max()) <= 3 * float(eagers.abs().max()) + 1e-6
-
-
-PROCESSORS = [
-    ({"cpu_name": "AMD EPYC", "avx512_f": True}, True),
-    ({"cpu_name": "AMD EPYC", "avx512_f": False}, False),
-    ({"cpu_name": "Intel Xeon", "avx512_f": True}, False),
-    ({}, False),
-]
-
-
-@pytest.mark.parametrize("has", [True, False])
-@pytest.mark.parametrize(("processor", "wins"), PROCESSORS)
-def test_onednn_is_used_where_it_wins(
-    has: bool, processor: dict[str, object], wins: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if has and not onednn._has_onednn():
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(onednn, "_has_onednn", lambda: has)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: processor)
-    monkeypatch.setattr(onednn, "LARGE_MATMUL", 1 << 20)
-    onednn._onednn_wins.cache_clear()
-    onednn._is_amd_with_avx512.cache_clear()
-    try:
-        x, w, b = _operands("contiguous", torch.float32)
-        assert cpu.has_faster_linear(x, w) == (has and wins)
-        assert not cpu.has_faster_linear(x[:2], w)  # too small to pay
-        assert not cpu.has_faster_linear(x.double(), w.double())
-        assert not cpu.has_faster_linear(x.half(), w.half())
-        torch.testing.assert_close(cpu.linear(x, w, b), F.linear(x, w, b))
-        for activation in TABLE:
-            expected = activation.plain(F.linear(x, w, b))
-            torch.testing.assert_close(cpu.operation_act(MATMUL, x, w, b, activation), expected, rtol=1e-4, atol=1e-4)
-    finally:
-        onednn._onednn_wins.cache_clear()
-        onednn._is_amd_with_avx512.cache_clear()
-
-
-@pytest.mark.usefixtures("onednn_always")
-@pytest.mark.parametrize("needed", ["xwb", "xw", "wb", "x", "w", "b"])
-@pytest.mark.parametrize("name", ["gelu", "tanh"])
-@pytest.mark.parametrize("save", ["output", "input", "recompute"])
-def test_a_layer_through_onednn(needed: str, name: str, save: str) -> None:
-    x, w, b = (
-        t.requires_grad_(n in needed) for t, n in zip(_operands("contiguous", torch.float32), "xwb", strict=True)
-    )
-    assert cpu.has_faster_linear(x, w)
-
-    def derivatives(y: Tensor, leaves: list[Tensor]) -> list[Tensor]:
-        plain = torch.autograd.grad(y.sum(), leaves, retain_graph=True)
-        first = torch.autograd.grad(y.square().sum(), leaves, create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in first), leaves)  # type: ignore[arg-type]
-        return [*first, *second, *plain]
-
-    doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in (x, w, b)]
-    y = fl.dense_bias_act(x, w, b, name, save=save)
-    truth = resolve(name).function(F.linear(*doubles))
-    torch.testing.assert_close(y.double(), truth, rtol=1e-5, atol=1e-5)
-    got = derivatives(y, [t for t in (x, w, b) if t.requires_grad])
-    expected = derivatives(truth, [t for t in doubles if t.requires_grad])
-    for a, e in zip(got, expected, strict=True):
-        assert float((a.detach().double() - e.detach()).norm() / e.detach().norm()) < 1e-3
-
-
-@pytest.mark.usefixtures("onednn_always")
-@pytest.mark.parametrize(("needed", "kept"), [("xwb", "xw"), ("wb", "x"), ("x", "w"), ("b", "")])
-def test_a_layer_through_onednn_keeps_what_is_needed(needed: str, kept: str) -> None:
-    tensors = dict(zip("xwb", _operands("contiguous", torch.float32), strict=True))
-    bytes_of = {name: t.nbytes for name, t in tensors.items()}
-    b = tensors["b"]
-    for name in needed:
-        tensors[name] = tensors[name].requires_grad_() * 1  # no leaf, so that it counts where it is kept
-    assert cpu.has_faster_linear(tensors["x"], tensors["w"])
-    saved = saved_bytes(lambda: fl.dense_bias_act(*tensors.values(), "gelu"), exclude=b)
-    assert saved == 96 * 112 * 4 + sum(bytes_of[name] for name in kept)
 
 
 def test_the_caches_hold_one_kernel_per_dtype() -> None:

@@ -194,7 +194,6 @@ def test_infinities_and_nan_stay_where_torch_has_them(name: str, save: str) -> N
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @every_activation
 def test_large_calls_without_gradients_are_as_good_as_torchs(activation: Activation, dtype: torch.dtype) -> None:
-    # From a million on, oneDNN may apply the activation while it writes the result.
     for x_shape, w_shape, groups in (((2, 24, 20, 20), (64, 24, 3, 3), 1), ((2, 64, 20, 20), (64, 1, 3, 3), 64)):
         x, w, b = (t.detach() for t in leaves(x_shape, w_shape, (64,), dtype=dtype))
         for layout in (torch.contiguous_format, torch.channels_last):

@@ -406,7 +406,7 @@ def _flops(module: nn.Module, x: Tensor) -> tuple[int, int]:
     return forward, counter.get_total_flops()
 
 
-#: Small ones, and such that oneDNN's own operators are worth their longer call where they are the faster ones.
+#: Small ones and large ones.
 COUNTED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[int, ...]]] = {
     "dense": (lambda: [nn.Linear(24, 40), nn.GELU()], fl.FusedDenseAct.from_modules, (16, 24)),
     "large dense": (lambda: [nn.Linear(96, 112), nn.ReLU()], fl.FusedDenseAct.from_modules, (512, 96)),

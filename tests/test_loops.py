@@ -902,13 +902,7 @@ class _Counted(TorchDispatchMode):
 VIEWS = {"aten.t.default", "aten.view.default", "aten.detach.default"}
 
 
-@pytest.mark.parametrize("has_onednn", [True, False], ids=["onednn", "mkl"])
-def test_a_layer_calls_few_of_torchs_operators(has_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fusedlayers.backends.cpu import onednn
-
-    if has_onednn and not onednn._has_onednn():
-        pytest.skip("this torch has no oneDNN")
-    monkeypatch.setattr(onednn, "_onednn_wins", lambda dtype, with_post_op: has_onednn)
+def test_a_layer_calls_few_of_torchs_operators() -> None:
     x, dy = torch.randn(256, 256, requires_grad=True), torch.randn(256, 1024)
     counts = []
     for layer in (fl.FusedDenseAct(256, 1024, "gelu"), nn.Sequential(nn.Linear(256, 1024), nn.GELU())):
@@ -918,7 +912,6 @@ def test_a_layer_calls_few_of_torchs_operators(has_onednn: bool, monkeypatch: py
         counts.append(counted.names)
     ours, eagers = ([name for name in names if name not in VIEWS] for names in counts)
     assert 0 < len(ours) <= min(9, len(eagers)), (ours, eagers)
-    assert not has_onednn or len(counts[0]) <= 12, counts[0]
     assert not {"aten.gelu.default", "aten.gelu_backward.default", "aten.clone.default"} & {*ours}
     assert "aten.gelu_backward.default" in eagers  # the counter sees what runs in backward
 

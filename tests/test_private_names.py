@@ -536,21 +536,6 @@ def _() -> None:
     torch.testing.assert_close(inverse_std, (x.var(0, correction=0) + 1e-5).rsqrt())
 
 
-@check("onednn_linear", "onednn_convolution", "onednn_has_bfloat16", "onednn_is_enabled")
-def _() -> None:
-    if not torch.backends.mkldnn.is_available():
-        return
-    assert _torch.onednn_has_bfloat16 is not None and _torch.onednn_has_bfloat16() in (True, False)
-    x, w, b = torch.randn(3, 5), torch.randn(4, 5), torch.randn(4)
-    torch.testing.assert_close(_torch.onednn_linear(x, w, b, "relu", [], ""), F.relu(F.linear(x, w, b)))
-    x, w = torch.randn(1, 2, 5, 5), torch.randn(4, 2, 3, 3)
-    y = _torch.onednn_convolution(x, w, b, [1, 1], [1, 1], [1, 1], 1, "relu", [], "")
-    torch.testing.assert_close(y, F.relu(F.conv2d(x, w, b, padding=1)))
-    assert _torch.onednn_is_enabled()
-    with torch.backends.mkldnn.flags(enabled=False):
-        assert not _torch.onednn_is_enabled()
-
-
 @check(
     "TO_COPY", "LOCAL_SCALAR", "PRELU", "PRELU_BACKWARD", "EFFICIENT_ZEROS", "FLASH_ATTENTION", "CPU_FLASH_ATTENTION"
 )

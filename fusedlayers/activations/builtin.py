@@ -5,8 +5,6 @@ A row states the derivative in terms of the output y next to the function; "fold
 
 A constant that float32 does not hold exactly is written with y's dtype (``full_like``): between two plain numbers
 ``torch.where`` takes the process-wide default dtype.
-
-oneDNN's post-operations relu and clip are not used: they turn NaN into a number, which torch's functions keep.
 """
 
 from __future__ import annotations
@@ -130,7 +128,6 @@ TABLE = (
             aten.leaky_relu_.default,
             (aten.leaky_relu_backward, lambda dy, y, negative_slope: (dy, y, negative_slope, True)),
             lambda dy, z, negative_slope: aten.leaky_relu_backward(dy, z, negative_slope, False),
-            post_op=lambda negative_slope: ("leaky_relu", [negative_slope], ""),
             loop=lambda negative_slope: ("leaky_relu", negative_slope),
             is_piecewise=True,
             saves_result=True,
@@ -208,7 +205,6 @@ TABLE = (
         native=Native(
             torch.tanh_,
             (aten.tanh_backward, lambda dy, y: (dy, y)),
-            post_op=lambda: ("tanh", [], ""),
             loop=lambda: ("tanh", 0.0),
             saves_result=True,
         ),
@@ -222,7 +218,6 @@ TABLE = (
         native=Native(
             torch.sigmoid_,
             (aten.sigmoid_backward, lambda dy, y: (dy, y)),
-            post_op=lambda: ("sigmoid", [], ""),
             loop=lambda: ("sigmoid", 0.0),
             saves_result=True,
         ),
@@ -313,7 +308,6 @@ TABLE = (
         stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
         native=Native(
             gradient_given_input=aten.gelu_backward.default,
-            post_op=lambda: ("gelu", [], "none"),
             loop=lambda: ("gelu", 0.0),
         ),
     ),
@@ -326,7 +320,6 @@ TABLE = (
         also_called=("gelu_new", "gelu_pytorch_tanh"),  # in configurations of transformers
         native=Native(
             gradient_given_input=functools.partial(aten.gelu_backward.default, approximate="tanh"),
-            post_op=lambda: ("gelu", [], "tanh"),
             loop=lambda: ("gelu_tanh", 0.0),
         ),
     ),
@@ -347,7 +340,6 @@ TABLE = (
         native=Native(
             aten.silu_.default,
             gradient_given_input=aten.silu_backward.default,
-            post_op=lambda: ("swish", [], ""),
             loop=lambda: ("swish", 1.0),
         ),
     ),

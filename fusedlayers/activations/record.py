@@ -40,14 +40,13 @@ def upcast(tensor: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Native:
     """Kernels that compute the row's function and gradient in one vectorised pass: ATen's, which only eager mode uses,
-    oneDNN's, and the package's own for CPUs.
+    and the package's own for CPUs.
 
     Attributes:
         activate_: ``activate_(z, **parameters)`` overwrites z with the output.
         gradient: the operator that computes ``dy * f'``, and a function of ``(dy, y, **parameters)`` that returns the
             operator's arguments.
         gradient_given_input: ``gradient_given_input(dy, z, **parameters)`` computes ``dy * f'`` from the input.
-        post_op: ``post_op(**parameters)`` is oneDNN's description of the function: ``(name, scalars, algorithm)``.
         loop: ``loop(**parameters)`` names the function of the compiled loops for CPUs, and its parameter; None where
             they have none for these parameters.
         is_piecewise: the function is a polynomial in pieces. To compute it takes less time than to look it up.
@@ -58,7 +57,6 @@ class Native:
     activate_: Function | None = None
     gradient: tuple[Any, Callable[..., tuple[Any, ...]]] | None = None
     gradient_given_input: Function | None = None
-    post_op: Callable[..., tuple[str, list[float], str]] | None = None
     loop: Callable[..., tuple[str, float] | None] | None = None
     is_piecewise: bool = False
     saves_result: bool = False

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..activations import Activation, InverseError
 from .norms import GroupNorm, Kept, RowNorm, RowNormResult
-from .operations import BatchNorm, Operation, Weight
+from .operations import BatchNorm
 
 
 class GradientRequest(NamedTuple):
@@ -123,39 +123,6 @@ class Backend(Protocol):
     def slow_because(self, activation: Activation, dtype: torch.dtype, *, may_build: bool = True) -> str | None:
         """Why backward from outputs of ``dtype`` takes several times PyTorch's time, or None where it does not; without
         ``may_build`` as far as that is known before any code is built."""
-        ...
-
-    def has_faster_linear(self, x: Tensor, w: Tensor) -> bool:
-        """Whether ``linear`` is faster than ``F.linear`` for these."""
-        ...
-
-    def faster_linear(self, x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
-        """``linear`` where ``has_faster_linear`` holds."""
-        ...
-
-    def linear(self, x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
-        """``x w^T + b``, in ``out`` or in a new buffer: (..., in), (out, in), (out,) -> (..., out)."""
-        ...
-
-    def add_linear(self, total: Tensor, x: Tensor, w: Tensor) -> None:
-        """``total + x w^T`` over ``total``, which has the dtype of both."""
-        ...
-
-    def operation_act(
-        self,
-        operation: Operation,
-        x: Tensor,
-        w: Weight,
-        b: Tensor | None,
-        activation: Activation,
-        operands: Sequence[Tensor] = (),
-        *,
-        encode: bool = False,
-    ) -> Tensor:
-        """``activation(operation(x, w, b), *operands)`` in one new buffer.
-
-        ``encode`` puts the branch of a folded activation in it.
-        """
         ...
 
     def bias_act(

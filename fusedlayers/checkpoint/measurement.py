@@ -150,13 +150,7 @@ def _operations(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
     from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
 
     counted = FLASH_ATTENTION if packet is CPU_FLASH_ATTENTION else packet
-    count = flop_registry.get(counted)
-    if count is not None:
-        return float(count(*args, **kwargs, out_val=result))
-    # oneDNN's: twice the weight's elements for each element of a channel of the result.
-    weight, output = args[1], next(tensors_in(result))
-    operations: float = 2.0 * weight.numel() * output.numel() / weight.shape[0]
-    return operations
+    return float(flop_registry[counted](*args, **kwargs, out_val=result))
 
 
 def _operations_per_byte(tensors: Iterable[Tensor]) -> float:

@@ -20,19 +20,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import CPU_FLASH_ATTENTION, TorchDispatchMode, onednn_convolution, onednn_linear, tree_map_only
+from .._torch import CPU_FLASH_ATTENTION, TorchDispatchMode, tree_map_only
 from ..utils.storages import tensors_in
 
 
 @functools.cache
 def products() -> frozenset[Any]:
-    """The operators whose results are saved: those that torch counts the FLOPs of, the CPU's attention, and
-    oneDNN's."""
+    """The operators whose results are saved: those that torch counts the FLOPs of, and the CPU's attention."""
     from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
 
     forward = {packet for packet in flop_registry if "backward" not in str(packet)}
-    onednn = {operator for operator in (onednn_linear, onednn_convolution) if operator is not None}
-    return frozenset({*forward, CPU_FLASH_ATTENTION, *onednn})
+    return frozenset({*forward, CPU_FLASH_ATTENTION})
 
 
 class SavedResults:

@@ -1,35 +1,19 @@
-"""``x w^T + b`` by a backend's own matmuls."""
+"""``x w^T + b`` for blocks in chunks: into a part of the result, or added to it."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import Node
-from ..backends import Backend
-from .pointwise import needs_composite
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    """``x w^T + b``, in ``out`` or in a new buffer: (rows, in), (out, in), (out,) -> (rows, out)."""
+    if out is None:
+        return F.linear(x, w, b)
+    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)
 
 
-class Dense(Node):
-    """``x w^T + b``, where a backend's matmul is faster than torch's."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, b: Tensor | None, backend: Backend) -> Tensor:
-        needs_x, needs_w, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(x if needs_w else None, w if needs_x else None)
-        ctx.backend = backend
-        return backend.faster_linear(x, w, b)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (dz,) = grads
-        x, w = ctx.saved_tensors
-        needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
-        if needs_composite(dz):
-            dx = torch.matmul(dz, w) if needs_x else None
-        else:
-            dx = ctx.backend.linear(dz, w.t(), None) if needs_x else None
-        dw = torch.mm(dz.t(), x) if needs_w else None
-        return dx, dw, dz.sum(0) if needs_b else None, None
+def add_linear(total: Tensor, x: Tensor, w: Tensor) -> None:
+    """``total + x w^T`` over ``total``, by the matmul itself."""
+    torch.addmm(total, x, w.t(), out=total)

@@ -26,6 +26,7 @@ from .._torch import Node
 from ..backends import GradientRequest
 from ..utils.layout import operand_along
 from .buffer_reuse import graph_is_given_up, is_held_once
+from .linear import add_linear, linear
 from .mlp_forward import Block, Linear, run, unpacked
 from .pointwise import apart, needs_composite
 
@@ -199,7 +200,7 @@ class _Totals:
         if self.needs.w and not block.is_whole:
             self.of_w.add_product(dy, block.hidden(parts, self.operands, first, overwrite=False))
         if self.w is not None:  # else nothing that is hidden needs a gradient
-            of_hidden = block.backend.linear(dy, self.w.t(), None)
+            of_hidden = dy @ self.w
             db, shares = block.gradients(of_hidden, parts, self.operands, self.wanted, first)
             if db is not None and self.of_biases[0] is not None:
                 self.of_biases[0].add(db)
@@ -220,9 +221,9 @@ class _Totals:
             if of_bias is not None and not self.adds_bias:
                 of_bias.add(of_part.sum(0))
             if dx is not None:
-                self.block.backend.add_linear(dx, of_part, w.t())
+                add_linear(dx, of_part, w.t())
             elif self.needs.x:
-                dx = self.block.backend.linear(of_part, w.t(), None, out=out)
+                dx = linear(of_part, w.t(), None, out=out)
         return dx
 
     def take(self) -> list[Tensor | None]:

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence, Sized
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import Activation, Saved
 from ..backends import Backend, GradientRequest
 from ..backends import torch as reference
-from ..backends.operations import MATMUL
+from .linear import linear
 
 #: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
 LEAST_ROWS = 256
@@ -112,7 +113,14 @@ class Block(NamedTuple):
         return unpacked(layers) if self.is_packed else layers
 
     def pre_activations(self, x: Tensor, layers: Sequence[Linear]) -> list[Tensor]:
-        return [self.backend.linear(x, w, b) for w, b in layers]
+        return [F.linear(x, w, b) for w, b in layers]
+
+    def activated(self, x: Tensor, layer: Linear, *, encode: bool) -> Tensor:
+        """The activation of the one layer's result, in one buffer; ``encode`` puts the branch in it."""
+        w, b = layer
+        kernel_b, b = (b, None) if self.backend.ADDS_BIAS else (None, b)
+        z = F.linear(x, w, b)
+        return self.backend.bias_act(z, kernel_b, self.activation, dim=-1, encode=encode, out=z)
 
     def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], first: int, *, overwrite: bool) -> Tensor:
         """The last layer's input, from the pre-activations, or from the activation's outputs if these are saved; in
@@ -156,11 +164,11 @@ def run(
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, (rows, out), and the tensors to save."""
     if block.saved == "output":
-        kept = [block.backend.operation_act(MATMUL, x, *layers[0], block.activation, encode=True)]
+        kept = [block.activated(x, layers[0], encode=True)]
     else:
         kept = [] if block.saved == "recompute" else block.pre_activations(x, layers)
     if block.is_whole:
-        return block.backend.linear(kept[0], *last), kept
+        return F.linear(kept[0], *last), kept
     return run_last(block, x, layers, last, operands, kept), kept
 
 
@@ -178,7 +186,7 @@ def run_last(
     for rows in block.rows(x):
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], layers)
         hidden = block.hidden(parts, operands, rows.start, overwrite=not kept)
-        of_rows = block.backend.linear(hidden, *last, out=None if out is None else out[rows])
+        of_rows = linear(hidden, *last, out=None if out is None else out[rows])
     return of_rows if out is None else out
 
 
@@ -188,7 +196,7 @@ def without_gradients(
     """The output where nothing is kept, without a branch in what is hidden."""
     if block.saved == "recompute" or block.dropout is not None:
         return run(block._replace(saved="recompute"), x, layers, last, operands)[0]
-    return block.backend.linear(constant(block, x, layers, operands), *last)
+    return F.linear(constant(block, x, layers, operands), *last)
 
 
 def constant(block: Block, x: Tensor, layers: Sequence[Linear], operands: Sequence[Tensor]) -> Tensor:
@@ -197,7 +205,7 @@ def constant(block: Block, x: Tensor, layers: Sequence[Linear], operands: Sequen
         bare = block._replace(saved="recompute", dropout=None)
         hidden = bare.hidden(block.pre_activations(x, layers), operands, 0, overwrite=True)
     else:
-        hidden = block.backend.operation_act(MATMUL, x, *layers[0], block.activation)
+        hidden = block.activated(x, layers[0], encode=False)
     if block.dropout is not None:
         block.dropout.overwrite(hidden, 0)
     return hidden

@@ -1,4 +1,4 @@
-"""CPUs: compiled loops and oneDNN, and torch's operations for everything else."""
+"""CPUs: compiled loops, and torch's operations for everything else."""
 
 import torch
 
@@ -21,31 +21,25 @@ from .elementwise import (
 )
 from .group_norm import group_norm_gradient
 from .norm import input_passes, norm_passes
-from .onednn import add_linear, faster_linear, has_faster_linear, linear, operation_act
 from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
-    "add_linear",
     "bias_act",
     "computes",
     "drop",
     "drop_gradient",
     "drop_marked",
     "drop_marked_gradient",
-    "faster_linear",
     "gate",
     "gate_gradient",
     "gradient",
     "group_norm_gradient",
-    "has_faster_linear",
     "inexact_columns",
     "input_passes",
     "inverse",
-    "linear",
     "norm_passes",
-    "operation_act",
     "row_norm",
     "row_norm_gradient",
     "row_norm_slow_because",

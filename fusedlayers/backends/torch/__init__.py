@@ -37,17 +37,11 @@ from .elementwise import bias_act, derivative, gradient, sum_of
 from .gated import gate, gate_gradient
 from .group_norm import centred, group_norm_gradient
 from .inverse import inverse
-from .matmul import (
-    add_linear,
-    linear,
-    operation_act,
-)
 from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
-    "add_linear",
     "bias_act",
     "centred",
     "combine",
@@ -71,14 +65,12 @@ __all__ = [
     "input_passes",
     "inverse",
     "is_kept",
-    "linear",
     "norm_act",
     "norm_act_between",
     "norm_factors",
     "norm_gradient",
     "norm_output_gradient",
     "norm_passes",
-    "operation_act",
     "packed",
     "plain_zeros",
     "row_norm",

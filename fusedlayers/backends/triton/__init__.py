@@ -11,13 +11,11 @@ from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gradient, inverse
 from .gates import gate, gate_gradient
 from .group_norm import group_norm_gradient
-from .operations import add_linear, linear, operation_act
 from .row_norm import row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
-    "add_linear",
     "bias_act",
     "computes",
     "drop",
@@ -31,10 +29,8 @@ __all__ = [
     "inexact_columns",
     "input_passes",
     "inverse",
-    "linear",
     "missing_because",
     "norm_passes",
-    "operation_act",
     "row_norm",
     "row_norm_gradient",
     "row_norm_slow_because",
