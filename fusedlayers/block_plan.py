@@ -84,15 +84,15 @@ class BlockKey(NamedTuple):
 class BlockPlan(NamedTuple):
     """What a block's call does.
 
-    ``path`` is "fused", one node; "no_grad", in chunks of rows where that saves memory; "by_layer", each layer by a
-    plan of its own; or "composite", by PyTorch's own operations.
+    ``path`` is "fused", one node; "by_layer", each layer by a plan of its own; or "composite", by PyTorch's own
+    operations.
     """
 
-    path: Literal["fused", "no_grad", "by_layer", "composite"]
+    path: Literal["fused", "by_layer", "composite"]
     saved: Saved | Literal["eager"]
     #: What is saved and why, for people.
     reason: str
-    #: What the node needs to know besides tensors; of the first two paths.
+    #: What the node needs to know besides tensors; of the first path.
     block: Block | None = None
     cast: torch.dtype | None = None
 
@@ -116,7 +116,7 @@ def make_block_plan(key: BlockKey) -> BlockPlan:
         return BlockPlan("composite", "eager", f"not fused: {key.plain_because}")
     needs_any = needs.hidden or needs.last_weight or needs.last_bias
     if key.by_layer_because is None and not needs_any:
-        return BlockPlan("no_grad", "nothing", "saves nothing: no gradient is needed", _block(key, saved), key.cast)
+        return BlockPlan("by_layer", "nothing", "saves nothing: no gradient is needed")
     if key.by_layer_because is None and saved == "recompute":
         # For this alone the node saves the input and weights: it must be less than PyTorch saves of what is hidden.
         hidden_elements = key.rows * key.hidden_features * needs.hidden_buffers(activation)

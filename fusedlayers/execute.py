@@ -25,7 +25,7 @@ from .ops.batch_norm_input import norm_act_of_input
 from .ops.conv import Conv
 from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
 from .ops.mlp import MLP
-from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked, without_gradients
+from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
 from .ops.place import InputPlace, place_of
 from .ops.pointwise import BiasAct, Origin
 from .ops.product import product_of
@@ -296,7 +296,7 @@ def _whole_block(
     last: Linear,
     operands: Operands,
 ) -> Tensor:
-    """In one node, or without gradients in chunks of rows."""
+    """In one node."""
     x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
     if plan.cast is not None:
         x, *casts = (shared_cast(t, plan.cast) for t in (x, *(w for w, _ in (*first, last))))
@@ -305,12 +305,7 @@ def _whole_block(
         dropout = BlockDropout.draw(float(options.dropout), len(x), last.w.shape[1], x.dtype, x.device)
         block = block._replace(dropout=dropout)
     weights, biases = zip(*first, strict=True)
-    if plan.path == "fused":
-        y: Tensor = MLP.apply(block, len(first), x, *last, *weights, *biases, *operands)
-    else:
-        y = without_gradients(
-            block, x, block.unpacked([Linear.of(*layer) for layer in first]), Linear.of(*last), operands
-        )
+    y: Tensor = MLP.apply(block, len(first), x, *last, *weights, *biases, *operands)
     return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
 
 

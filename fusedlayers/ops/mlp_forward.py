@@ -115,12 +115,12 @@ class Block(NamedTuple):
     def pre_activations(self, x: Tensor, layers: Sequence[Linear]) -> list[Tensor]:
         return [F.linear(x, w, b) for w, b in layers]
 
-    def activated(self, x: Tensor, layer: Linear, *, encode: bool) -> Tensor:
-        """The activation of the one layer's result, in one buffer; ``encode`` puts the branch in it."""
+    def activated(self, x: Tensor, layer: Linear) -> Tensor:
+        """The activation of the one layer's result, in one buffer, with the branch in it."""
         w, b = layer
         kernel_b, b = (b, None) if self.backend.ADDS_BIAS else (None, b)
         z = F.linear(x, w, b)
-        return self.backend.bias_act(z, kernel_b, self.activation, dim=-1, encode=encode, out=z)
+        return self.backend.bias_act(z, kernel_b, self.activation, dim=-1, encode=True, out=z)
 
     def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], first: int, *, overwrite: bool) -> Tensor:
         """The last layer's input, from the pre-activations, or from the activation's outputs if these are saved; in
@@ -164,7 +164,7 @@ def run(
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, (rows, out), and the tensors to save."""
     if block.saved == "output":
-        kept = [block.activated(x, layers[0], encode=True)]
+        kept = [block.activated(x, layers[0])]
     else:
         kept = [] if block.saved == "recompute" else block.pre_activations(x, layers)
     if block.is_whole:
@@ -188,24 +188,3 @@ def run_last(
         hidden = block.hidden(parts, operands, rows.start, overwrite=not kept)
         of_rows = linear(hidden, *last, out=None if out is None else out[rows])
     return of_rows if out is None else out
-
-
-def without_gradients(
-    block: Block, x: Tensor, layers: Sequence[Linear], last: Linear, operands: Sequence[Tensor]
-) -> Tensor:
-    """The output where nothing is kept, without a branch in what is hidden."""
-    if block.saved == "recompute" or block.dropout is not None:
-        return run(block._replace(saved="recompute"), x, layers, last, operands)[0]
-    return F.linear(constant(block, x, layers, operands), *last)
-
-
-def constant(block: Block, x: Tensor, layers: Sequence[Linear], operands: Sequence[Tensor]) -> Tensor:
-    """What the last product multiplies, where nothing before that needs a gradient."""
-    if block.is_gated or operands:
-        bare = block._replace(saved="recompute", dropout=None)
-        hidden = bare.hidden(block.pre_activations(x, layers), operands, 0, overwrite=True)
-    else:
-        hidden = block.activated(x, layers[0], encode=False)
-    if block.dropout is not None:
-        block.dropout.overwrite(hidden, 0)
-    return hidden
