@@ -20,10 +20,6 @@ class BoundedCache(dict[Hashable, V]):
         self.limit = limit
         self._lock = threading.Lock()
 
-    def forget(self) -> None:
-        with self._lock:
-            self.clear()
-
     def put(self, key: Hashable, value: V) -> V:
         with self._lock:
             self[key] = value
