@@ -7,8 +7,7 @@ Adding a command is adding its module to `COMMANDS`.
 import sys
 from collections.abc import Sequence
 
-from . import __version__
-from . import doctor_command as doctor
+from . import __version__, doctor
 from . import tuning_command as tune
 from .demo import command as demo
 from .fitting import command as fit

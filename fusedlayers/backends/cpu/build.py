@@ -152,17 +152,6 @@ def cache_folders() -> tuple[Path, Path]:
     return Path(cache) / "fusedlayers", Path(tempfile.gettempdir()) / f"fusedlayers-{user}"
 
 
-def refused_because(folder: Path) -> str | None:
-    """Why nothing can be built in a cache folder, which is made if need be; or None."""
-    try:
-        if not _made(folder):
-            return "others may write to it"
-        tempfile.TemporaryFile(dir=folder).close()
-    except OSError as error:
-        return str(error)
-    return None
-
-
 def _made(folder: Path) -> bool:
     """Make a folder, and return whether nobody else can put code there."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
