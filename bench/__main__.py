@@ -33,18 +33,6 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    try:
-        try:
-            return _run(argv)
-        finally:
-            print(end="", flush=True)  # here, and not when Python exits, which would complain
-    except BrokenPipeError as error:
-        from fusedlayers.utils import command_line  # with it comes torch
-
-        return command_line.after_broken_pipe(error)
-
-
-def _run(argv: list[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Measurements of fusedlayers.")
     commands = parser.add_subparsers(dest="command", required=True)
     argv = sys.argv[1:] if argv is None else argv

@@ -4,18 +4,17 @@ A command is a module with a function `register(commands)`, which adds a parser 
 Adding a command is adding its module to `COMMANDS`.
 """
 
+import argparse
+import os
 import sys
 from collections.abc import Sequence
 
 from . import __version__, doctor
-from . import tuning_command as tune
 from .demo import command as demo
-from .fitting import command as fit
-from .profiling import explanation_command as explain
-from .profiling import memory_command as report
-from .utils import command_line, command_parser
 
-COMMANDS = (demo, doctor, explain, fit, report, tune)
+COMMANDS = (demo, doctor)
+#: What a shell says of a program that ends because nobody reads its output: 128 and the number of SIGPIPE.
+BROKEN_PIPE = 141
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,12 +31,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(argv)
         finally:
             print(end="", flush=True)  # here, and not when Python exits, which would complain
-    except BrokenPipeError as error:
-        return command_line.after_broken_pipe(error)
+    except BrokenPipeError:
+        # What is still buffered must go somewhere, or Python complains of it when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = command_parser.Parser(prog="fusedlayers", description="Train PyTorch models in less memory.")
+    parser = argparse.ArgumentParser(prog="fusedlayers", description="Train PyTorch models in less memory.")
     parser.add_argument("--version", action="version", version=f"fusedlayers {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND")
     for command in COMMANDS:

@@ -37,7 +37,7 @@ LAYERS = [
     ["integrations."],
     [""],
     ["demo."],
-    ["tuning_command", "doctor"],
+    ["doctor"],
     ["cli", "__main__"],
 ]
 

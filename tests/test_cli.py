@@ -7,19 +7,17 @@ import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import fusedlayers as fl
-from bench.__main__ import main as bench_main
 from fusedlayers import cli
 from fusedlayers.cli import main
 from fusedlayers.demo import command as demo
 from fusedlayers.demo.model import ACTIVATIONS
-from fusedlayers.utils import command_line
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -76,35 +74,14 @@ def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
     ("arguments", "expected"),
     [
         (["paint"], ["paint", "demo"]),
-        (["demo", "--activation", "nope"], ["nope", *fl.activations()]),
-        (["demo", "--activation", "GLEU"], ["'GLEU'; did you mean 'gelu'?"]),
-        (
-            ["report", "torch.nn:Identity", "--json", "no/such/x.json"],
-            ["no/such/x.json: No such file"],
-        ),
+        (["demo", "--activation", "nope"], ["nope", *ACTIVATIONS]),
         (["demo", "--dtype", "int8"], ["int8", "bfloat16"]),
         (["demo", "--dtype", "float16", "--device", "cpu"], ["float16", "cuda only", "bfloat16"]),
-        (["demo", "--device", "tpu"], ["tpu", "cuda:N"]),
-        (["demo", "--device", "meta"], ["meta", "cuda:N"]),
-        (["demo", "--device", "cuda:99"], ["cuda:99", "--device cpu"]),
+        (["demo", "--device", "tpu"], ["tpu", "cuda"]),
         (["demo", "--steps", "0"], ["--steps", "whole number from 1", "'0'"]),
         (["demo", "--batch", "many"], ["--batch", "'many'"]),
-        (["demo", "--context", "8193"], ["--context", "8192"]),
-        (["demo", "--width", "48"], ["--width", "multiple of 32", "'48'"]),
-        (["demo", "--seed", "-1"], ["--seed"]),
-        (["demo", "--activaton", "relu"], ["fusedlayers demo: ", "no option --activaton; did you mean --activation?"]),
-        (["fit", "module:factory", "--buget=3GB"], ["fusedlayers fit: ", "no option --buget; did you mean --budget?"]),
-        (["fit", "--xyz", "module:factory"], ["fusedlayers fit: error: there is no option --xyz"]),
-        (["fit", "module:factory", "--budget", "-5MB"], ["expected bytes, such as 8GiB or 500MB, got '-5MB'"]),
-        (["--verson"], ["fusedlayers: error: there is no option --verson; did you mean --version?"]),
-        (["repot", "--plt"], ["no command 'repot'; the commands are demo, doctor, ", "; did you mean report?"]),
-        (["demo", "-x"], ["fusedlayers demo: error: there is no option -x"]),
-        (["explain", "gelu", "--source", "-5"], ["fusedlayers explain: error: unrecognized arguments: -5"]),
-        (["fit", "module:factory", "--fraction", "-.5"], ["no module 'module'"]),
-        (["report", "torch.nn:Identity", "--plot", "-"], ["a picture cannot be written to stdout"]),
-        (["explain", "torch:relu66"], ["'torch' has no 'relu66'; it has: ", ", and more; did you mean relu?"]),
-        (["demo", "--out", "picture.jpg"], [".png", "picture.jpg"]),
-        (["demo", "--out", "no/such/directory/picture.png"], ["directory", "no/such"]),
+        (["demo", "--activaton", "relu"], ["unrecognized arguments: --activaton relu"]),
+        (["--verson"], ["unrecognized arguments: --verson"]),
     ],
 )
 def test_wrong_usage_is_refused_with_a_reason(
@@ -170,10 +147,9 @@ def unread() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("program", [main, bench_main])
-def test_nobody_reads_the_help(program: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_reads_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     with unread():
-        assert program(["--help"]) == command_line.BROKEN_PIPE
+        assert main(["--help"]) == cli.BROKEN_PIPE
     assert capsys.readouterr() == ("", "")
 
 
@@ -183,23 +159,11 @@ def test_nobody_reads_what_a_command_prints(
 ) -> None:
     monkeypatch.setattr(cli, "_run", lambda argv: print("x" * size) or 0)
     with unread():
-        assert main([]) == command_line.BROKEN_PIPE == 128 + signal.SIGPIPE
+        assert main([]) == cli.BROKEN_PIPE == 128 + signal.SIGPIPE
     assert capsys.readouterr() == ("", "")
-
-
-def test_a_pipe_of_the_users_own_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
-    reading, writing = os.pipe()
-    monkeypatch.setattr(cli, "_run", raising(BrokenPipeError("to a worker")))
-    with (
-        os.fdopen(reading),
-        os.fdopen(writing, "w") as stdout,
-        contextlib.redirect_stdout(stdout),
-        pytest.raises(BrokenPipeError, match="to a worker"),
-    ):
-        main([])
 
 
 def test_the_demo_passes_a_broken_pipe_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "compare", raising(BrokenPipeError()))
-    monkeypatch.setattr(command_line, "after_broken_pipe", lambda error: command_line.BROKEN_PIPE)
-    assert main(["demo", "--steps", "1"]) == command_line.BROKEN_PIPE
+    monkeypatch.setattr(os, "dup2", lambda *files: None)
+    assert main(["demo", "--steps", "1"]) == cli.BROKEN_PIPE

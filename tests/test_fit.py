@@ -10,7 +10,6 @@ import itertools
 import json
 import random
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from bench import fit as bench
 from bench.__main__ import main as bench_main
-from fusedlayers import cli
 from fusedlayers.fitting import costs as costs_file
 from fusedlayers.fitting import fit as fit_file
 from fusedlayers.fitting.blocks import MODES, SHARING, Block, find_blocks
@@ -927,61 +925,6 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
         assert report.less.bytes < report.predicted.bytes
     if report.faster is not None:
         assert report.faster.bytes > report.predicted.bytes
-
-
-FACTORY = """
-import torch
-def make():
-    torch.manual_seed(0)
-    def block():
-        return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
-    return torch.nn.Sequential(block(), block(), block()), torch.randn(512, 64)
-"""
-
-
-@pytest.fixture
-def factory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "fit_made.py").write_text(FACTORY)
-    monkeypatch.syspath_prepend(tmp_path)
-    return "fit_made:make"
-
-
-def test_the_command(
-    factory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("matplotlib")
-    pytest.importorskip("rich")
-    plot, values = tmp_path / "fit.png", tmp_path / "fit.json"
-    assert cli.main(["fit", factory, "--budget", "2MiB", "--plot", str(plot), "--json", str(values)]) == 0
-    assert "at most 2.00 MiB saved for backward" in capsys.readouterr().out and plot.stat().st_size > 10_000
-    assert json.loads(values.read_text())["budget_bytes"] == 2 << 20
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    monkeypatch.setenv("TERM", "xterm")
-    assert cli.main(["fit", factory, "--fraction", "0.5", "--of", "peak"]) == 0
-    out, err = capsys.readouterr()
-    assert "allocated at the peak" in out and "\x1b" not in out and re.search(r"measuring plans, \d+ \w+ left", err)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--budget", "lots"], "fusedlayers fit: expected bytes, such as 8GiB or 500MB, got 'lots'"),
-        (
-            ["--budget", "20%"],
-            "fusedlayers fit: expected bytes, such as 8GiB or 500MB, got '20%'; write --fraction 0.2",
-        ),
-        (["--fraction", "half"], "argument --fraction: expected a part, such as 0.3 or 30%, got 'half'"),
-        (["--fraction", "200%"], "must be a number above 0 and at most 1 (30 % are 0.3), got 2.0"),
-        (["--budget", "1kB"], "fusedlayers fit: a budget of 1000 B cannot be met"),
-        (["--fraction", "0.9", "--json", "/dev/full"], "No space left on device"),
-        (["--fraction", "2"], "must be a number above 0 and at most 1 (30 % are 0.3), got 2.0"),
-        ([], "one of the arguments --budget --fraction is required"),
-        (["--budget", "1GB", "--fraction", "1"], "not allowed with argument"),
-    ],
-)
-def test_wrong_commands(arguments: list[str], message: str, factory: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["fit", factory, *arguments]) == 2
-    assert message in capsys.readouterr().err
 
 
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,6 @@ import copy
 import functools
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import _torch, cli
+from fusedlayers import _torch
 from fusedlayers.fitting import compiled as subject
 from fusedlayers.fusion import timing
 from fusedlayers.memory import peak_bytes, saved_bytes
@@ -224,17 +223,3 @@ def test_wrong_models() -> None:
         fl.fit_compiled(nn.Linear(8, 8), x, fraction=0.5)
     with pytest.raises(ValueError, match=r"fit_compiled: torch\.compile has found nothing in the model"):
         fl.fit_compiled(_Uncompiled(32, 32), x, fraction=0.5)
-
-
-def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "fit_compiled_made.py").write_text(
-        "import torch\ndef make():\n    return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), "
-        "torch.nn.Linear(256, 64)), torch.randn(512, 64)\n"
-    )
-    monkeypatch.syspath_prepend(tmp_path)
-    fit = ["fit", "fit_compiled_made:make", "--compile"]
-    assert cli.main([*fit, "--fraction", "0.6", "--json", str(tmp_path / "fit.json")]) == 0
-    assert "Sequential, compiled: at most " in capsys.readouterr().out
-    assert json.loads((tmp_path / "fit.json").read_text())["activation_memory_budget"] < 1
-    assert cli.main([*fit, "--budget", "1GB", "--plot", str(tmp_path / "fit.png")]) == 2
-    assert "fusedlayers fit: there is no picture of what is compiled" in capsys.readouterr().err

@@ -48,7 +48,7 @@ ATTRIBUTES = {
 }
 #: Of Python's own library; argparse tells of its options, which suggestions are made from, by no other names.
 ELSEWHERE = {
-    *("_replace", "_SubParsersAction", "_actions", "_option_string_actions", "_lru_cache_wrapper", "_getframe"),
+    *("_replace", "_SubParsersAction", "_lru_cache_wrapper", "_getframe"),
 }
 
 

@@ -1,15 +1,15 @@
 """The options of `fusedlayers demo`."""
 
 import argparse
+import contextlib
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..activations import resolve
-from ..utils import command_line, command_parser, progress
-from ..utils.command_parser import MOST_THREADS, whole_number
+from ..utils import progress
 from .corpus import standard_library_bytes
 from .model import ACTIVATIONS
 from .report import LEGEND, describe, losses_to, plot, table
@@ -27,7 +27,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 
 
-def register(commands: "command_parser.Commands") -> None:
+def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `demo` to the commands."""
     parser = commands.add_parser(
         "demo",
@@ -37,39 +37,26 @@ def register(commands: "command_parser.Commands") -> None:
         epilog="Defaults that depend on the device: "
         + "; ".join(f"{device}: " + ", ".join(f"{k} {v}" for k, v in row.items()) for device, row in DEFAULTS.items()),
     )
-    known = ", ".join(ACTIVATIONS)
-    parser.add_argument(
-        "--activation", type=activation, default="gelu", metavar="NAME", help=f"{known} (default: gelu)"
-    )
-    parser.add_argument(
-        "--device", type=device, default=None, help="cpu, cuda or cuda:N (default: cuda if there is one)"
-    )
+    known = f"{', '.join(ACTIVATIONS)} (default: gelu)"
+    parser.add_argument("--activation", choices=ACTIVATIONS, default="gelu", metavar="NAME", help=known)
+    parser.add_argument("--device", choices=DEFAULTS, help="(default: cuda if there is one)")
     parser.add_argument(
         "--dtype", choices=DTYPES, help="16-bit ones run as autocast over float32 parameters; float16 on cuda"
     )
-    parser.add_argument("--steps", type=whole_number(), metavar="N", help="training steps of each variant")
+    parser.add_argument("--steps", type=positive, metavar="N", help="training steps of each variant")
     parser.add_argument(
         "--seconds",
-        type=whole_number(),
+        type=positive,
         metavar="N",
         help=f"train for so long at most (default: {SECONDS}, without --steps)",
     )
-    parser.add_argument("--batch", type=whole_number(), metavar="N", help="excerpts a step")
-    parser.add_argument("--context", type=whole_number(maximum=8192), metavar="N", help="bytes in an excerpt")
-    parser.add_argument(
-        "--width",
-        type=whole_number(32, 65536, multiple=32),
-        metavar="N",
-        help="of the residual stream; a multiple of 32",
-    )
-    parser.add_argument("--layers", type=whole_number(), metavar="N", help="transformer blocks")
-    parser.add_argument(
-        "--seed", type=whole_number(0), default=0, metavar="N", help="of weights and batches (default: 0)"
-    )
-    parser.add_argument(
-        "--threads", type=whole_number(maximum=MOST_THREADS), metavar="N", help="CPU threads (default: torch's choice)"
-    )
-    parser.add_argument("--out", type=png, default="fusedlayers-demo.png", metavar="PNG", help="(default: %(default)s)")
+    parser.add_argument("--batch", type=positive, metavar="N", help="excerpts a step")
+    parser.add_argument("--context", type=positive, metavar="N", help="bytes in an excerpt")
+    parser.add_argument("--width", type=positive, metavar="N", help="of the residual stream; a multiple of 4")
+    parser.add_argument("--layers", type=positive, metavar="N", help="transformer blocks")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
+    parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
+    parser.add_argument("--out", type=Path, default="fusedlayers-demo.png", help="(default: %(default)s)")
     parser.set_defaults(run=run, error=parser.error)
 
 
@@ -83,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     settings = settings_from(arguments)
     console = Console(highlight=False)
     try:
-        with command_line.threads(arguments.threads):
+        with threads(arguments.threads):
             corpus = standard_library_bytes()
             console.print(describe(settings), soft_wrap=True)
             with progress.shown() as on_stage:
@@ -102,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def settings_from(arguments: argparse.Namespace) -> Settings:
     """Fill in the defaults that depend on the device."""
-    where = arguments.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    where = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     options: dict[str, Any] = {name: getattr(arguments, name) or value for name, value in DEFAULTS[where.type].items()}
     options["dtype"] = DTYPES[options["dtype"]]
     if arguments.seconds is not None or arguments.steps is None:
@@ -112,34 +99,20 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     return Settings(device=where, activation=arguments.activation, seed=arguments.seed, **options)
 
 
-def activation(text: str) -> str:
-    """Read `--activation`."""
+def positive(text: str) -> int:
+    """Read a whole number above 0."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1, got {text!r}")
+    return number
+
+
+@contextlib.contextmanager
+def threads(count: int | None) -> Iterator[None]:
+    """torch computes with so many CPU threads; None leaves the number as it is."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count or before)
     try:
-        name = resolve(text, "--activation").name
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error).removeprefix("--activation: ")) from error
-    if name not in ACTIVATIONS:
-        raise argparse.ArgumentTypeError(f"expected one of {', '.join(ACTIVATIONS)}, got {text!r}")
-    return name
-
-
-def device(text: str) -> torch.device:
-    """Read `--device`."""
-    try:
-        where = torch.device(text)
-    except RuntimeError:
-        where = torch.device("meta")
-    if where.type not in DEFAULTS:
-        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text!r}")
-    if where.type == "cuda" and (where.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
-        raise argparse.ArgumentTypeError(f"{text!r} asked for, but torch sees {found} CUDA devices; try --device cpu")
-    return where
-
-
-def png(text: str) -> Path:
-    """Read `--out`, and refuse now what could not be written after a minute's work."""
-    path = Path(text)
-    if path.suffix.lower() != ".png" or path.is_dir() or not path.parent.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a .png file in a directory that exists, got {text!r}")
-    return path
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -106,12 +106,6 @@ def fuse(
         return fusing.by_classes() if inputs is None else fusing.on(*arguments_from(inputs))
 
 
-def fuse_on(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], on_stage: OnStage) -> FuseReport:
-    """``fuse`` with ``model(*args, **kwargs)`` for the example."""
-    check_module("fuse", model)
-    return Fusing(model, on_stage=on_stage).on(args, kwargs)
-
-
 def unfuse(model: nn.Module) -> None:
     """Undo ``fuse``: every module is again what it was. A model that was not fused stays as it is.
 

@@ -1,1 +1,1 @@
-"""``explain`` and ``memory_report``: what a layer saves and why, what a model saves and where; and their commands."""
+"""``explain`` and ``memory_report``: what a layer saves and why, what a model saves and where."""

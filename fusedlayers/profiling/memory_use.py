@@ -15,7 +15,6 @@ from ..fusion.example import arguments_from
 from ..memory import bytes_not_shown, device_of, peak_bytes
 from ..utils.autograd_graph import hides_what_it_saves, is_leaf, leaves_of, nodes_of
 from ..utils.module_state import isolated_gradients, unchanged
-from ..utils.progress import OnStage, silent
 from ..utils.refusals import check_instance, takes
 from ..utils.storages import tensors_in
 from .allocation_tracker import LEAVES, PARAMETERS, SAVED, AllocationTracker, Peak
@@ -73,8 +72,8 @@ def memory_report(
         raise
 
 
-def report_of(step: Step, on_stage: OnStage = silent) -> MemoryReport:
-    """``memory_report``; calls ``on_stage`` before each of the runs."""
+def report_of(step: Step) -> MemoryReport:
+    """``memory_report`` of this training step."""
     check_instance("memory_report", step.model)
     if not callable(step.model):
         raise TypeError(
@@ -87,7 +86,6 @@ def report_of(step: Step, on_stage: OnStage = silent) -> MemoryReport:
     inputs = list(tensors_of((step.args, step.kwargs)))
     device = _device([*tensors_in(tracker.modules), *inputs])
     with unchanged(tracker.modules, inputs) as restore_random_state:
-        on_stage("warming up", 0.0)
         loss = step.forward()
         nodes = nodes_of([loss])
         compiled = any(str(node.name()).startswith("CompiledFunction") for node in nodes)
@@ -97,7 +95,6 @@ def report_of(step: Step, on_stage: OnStage = silent) -> MemoryReport:
             loss.backward()
         del loss, nodes
 
-        on_stage("following tensors", 0.2)
         restore_random_state()
         torch.clear_autocast_cache()  # or its copies of weights, which each step makes, would count as there before
         with isolated_gradients(touched):
@@ -105,13 +102,11 @@ def report_of(step: Step, on_stage: OnStage = silent) -> MemoryReport:
 
         unlisted_bytes: int | None = 0
         if hidden:
-            on_stage("counting what does not show", 0.75)
             restore_random_state()
             buffers = [buffer for module in tracker.modules for buffer in module.buffers(recurse=False)]
             kept = [vars(module) for module in tracker.modules]
             unlisted_bytes = bytes_not_shown(step.forward, kept, exclude=[buffers, inputs])
 
-        on_stage("measuring the peak", 0.85)
         restore_random_state()
         torch.clear_autocast_cache()
         with isolated_gradients(touched):

@@ -1,12 +1,10 @@
-"""The style that plots share, matplotlib, which is optional, and checks of the output format.
+"""The style that plots share, and matplotlib, which is optional.
 
 Pictures are as wide as a README's column shows them. Nothing here touches matplotlib's global state.
 """
 
 from __future__ import annotations
 
-import io
-import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -66,9 +64,3 @@ def legend(axes: Axes, title: str = "", **options: Any) -> None:
     """A legend without a frame."""
     text = {"fontsize": FONT, "title_fontsize": FONT, "labelcolor": INK, "alignment": "left"}
     axes.legend(title=title, frameon=False, **{**text, **options}).get_title().set_color(INK)
-
-
-def check_format(function: str, path: str | os.PathLike[str]) -> None:
-    """Raise what drawing into a file of that name would raise, by saving an empty figure to memory."""
-    suffix = os.path.splitext(path)[1]
-    new_figure(function, 1).savefig(io.BytesIO(), format=suffix[1:] or None)

@@ -1,6 +1,6 @@
 """How far a long run has come: a bar on stderr in a terminal, elsewhere a line now and then.
 
-Functions of the library show nothing unless they are asked to, by ``progress=True``; commands always do.
+Functions of the library show nothing unless they are asked to, by ``progress=True``; the demo always does.
 
 The bar is drawn when it is told something and at no other time: a thread that redraws it would take the interpreter
 from what is being measured. The price is that the estimate stands still within a stage.

@@ -1,9 +1,9 @@
-"""What functions that take a model refuse, and how their messages name what was meant."""
+"""What functions that take a model refuse."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -32,10 +32,3 @@ def takes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """What a message of an unknown word goes on with, if a known one is similar."""
-    import difflib  # which takes milliseconds, and only an error needs it
-
-    return "".join(f"; did you mean {name}?" for name in difflib.get_close_matches(word, known, n=1, cutoff=0.75))
