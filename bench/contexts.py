@@ -31,7 +31,6 @@ DEFINITIONS = {
     "hooks": "what saved-tensor hooks are handed, each storage once",
     "copies": "the same, each tensor by itself, as hooks that copy it hold it (save_on_cpu on GPUs)",
     "compile": "after torch.compile(dynamic=False)",
-    "backend": "the model as it is, after the same, and after torch.compile(dynamic=False, backend='fusedlayers')",
 }
 _LAYERS = ("BERT with dropouts, narrow", "Qwen 3, narrow", "EfficientNet-B0")
 BUDGET_SECONDS = 900.0
@@ -75,8 +74,6 @@ def measure_case(case: models.Case, device: torch.device, *, quick: bool = False
     fused, _ = eager.variant(models.OURS)
     assert fused is not None
     found = {name: {"eager": count(eager), "fusedlayers": count(fused)} for name, count in CONTEXTS.items()}
-    if "compile" in found:
-        found["backend"] = {**found["compile"], "fusedlayers": _compiled(eager, backend="fusedlayers")}
     return {**models.described(case, eager, layers), "contexts": found}
 
 
@@ -113,9 +110,9 @@ def _handed(subject: models.Subject) -> list[Tensor]:
     return [tensor for tensor in held if not sizes_of([tensor]).keys() <= own.keys()]
 
 
-def _compiled(subject: models.Subject, backend: str = "inductor") -> int:
+def _compiled(subject: models.Subject) -> int:
     with _fresh_compiler():
-        compiled = torch.compile(subject.model, dynamic=False, backend=backend)
+        compiled = torch.compile(subject.model, dynamic=False)
         other = dataclasses.replace(subject, model=cast(nn.Module, compiled))
         other.forward_backward()  # compiles
         return _plain(other)

@@ -274,7 +274,6 @@ CONTEXTS = {
     "hooks": "saved-tensor hooks",
     "copies": "hooks that copy",
     "compile": "`torch.compile`",
-    "backend": 'the same by `backend="fusedlayers"`, no `fuse`',
 }
 
 

@@ -55,7 +55,6 @@ __all__ = [
     "TO_COPY",
     "DisableTorchFunction",
     "FakeTensor",
-    "InductorWrapper",
     "Node",
     "NormBase",
     "OpOverload",
@@ -247,8 +246,6 @@ RecordFunction: Any = torch._C._profiler._RecordFunctionFast
 
 # --- compilers and tracers, some in modules that torch loads late -----------------------------------------------------
 
-#: What ``torch.compile(backend="inductor")`` calls: (mode, options, dynamic) -> a backend.
-InductorWrapper: Any = torch._TorchCompileInductorWrapper
 #: Decorator: dynamo calls the function and does not trace it. ``torch.compiler.disable`` would import dynamo at once.
 disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined]  # imported without "as"
 
@@ -265,7 +262,7 @@ def inductor(
     def as_traced(part: Any, inputs: Any, **_: Any) -> Any:
         return make_boxed_func(part.forward)
 
-    own: dict[str, Any] = InductorWrapper(mode, options, None).config
+    own: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, options, None).config
     other: dict[str, Any] = {} if is_compiled else {"inner_compile": as_traced}
     with config.patch(activation_memory_budget=memory_budget):
         made: Any = compile_fx(module, inputs, config_patches=own, **other)

@@ -62,13 +62,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_functions_are_accurate_everywhere": 5,
         "test_pieces_join": 2,
     },
-    "test_compiling": {
-        "test_compiled": 1,
-        "test_caches_do_not_mix_what_is_marked_with_what_is_not": 0,
-        "test_compiled_norms_keep_their_input_alone": 1,
-        "test_the_name_is_known_without_an_import": 0,
-        "test_what_is_written_over": 1,
-    },
     "test_contexts": {
         "test_compiled_by_inductor": 0,
         "test_compiled_without_inductor": 1,
@@ -150,7 +143,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_what_is_not_asked_for": 1,
     },
     "test_models": {
-        "test_compiled_by_the_backend": 0,
         "test_losses_and_gradients": 3,
         "test_saved_bytes_of_bert": 0,
         "test_saved_bytes_of_mistral": 1,

@@ -284,7 +284,7 @@ def test_the_contexts_table(tmp_path: Path) -> None:
     contexts = {name: {"eager": 20 << 20, "fusedlayers": (20 - i) << 20} for i, name in enumerate(tables.CONTEXTS)}
     row = {"id": "bert/float32/4", "model": "BERT", "layers": None, "input": [4, 256], "contexts": contexts}
     lines = table_of("contexts", a_run([row]), tmp_path)
-    cells = [f"20.0, **{20 - i}.0** ({-5 * i:+d} %)" for i in range(6)]
+    cells = [f"20.0, **{20 - i}.0** ({-5 * i:+d} %)" for i in range(5)]
     assert lines[4] == f"| BERT (4 x 256) | {' | '.join(cells)} |"
 
 

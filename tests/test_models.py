@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map
 
 import fusedlayers as fl
 from fusedlayers.fusion.report import FuseReport
-from fusedlayers.memory import saved_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:transformers")
 
@@ -136,28 +135,6 @@ def test_a_small_dac_keeps_what_the_readme_says() -> None:
     before, now = report.saved_bytes
     (said,) = re.findall(r"a small DAC: (\d+) % less", README.read_text(encoding="utf-8"))
     assert round(100 - 100 * now / before) == int(said)
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning:torch")
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in ("phi-3", "convnext")], ids=str)
-def test_compiled_by_the_backend(case: Case) -> None:
-    torch.manual_seed(0)
-    model, inputs = case.make().train(), case.inputs()
-    inputs.pop("labels", None)
-
-    def run(model: Any) -> Tensor:
-        return model(**inputs)[0]
-
-    torch.compiler.reset()
-    compiled = torch.compile(model, backend="fusedlayers", fullgraph=True)
-    run(compiled)
-    ours = saved_bytes(run, compiled)
-    torch.compiler.reset()
-    other = torch.compile(model, fullgraph=True)
-    run(other)
-    inductors, eager = saved_bytes(run, other), saved_bytes(run, model)
-    assert ours <= inductors and ours < eager
-    torch.testing.assert_close(run(compiled), run(model), rtol=1e-4, atol=1e-5)
 
 
 def saved(model: nn.Module, inputs: dict[str, Any], **options: Any) -> float:

@@ -588,11 +588,6 @@ def _() -> None:
     assert "marked" in {event.name for event in profile.events()}
 
 
-@check("InductorWrapper")
-def _() -> None:
-    assert _torch.InductorWrapper("default", {"max_autotune": False}, None).compiler_name == "inductor"
-
-
 @check("inductor")
 def _() -> None:
     def saved(memory_budget: float) -> int:

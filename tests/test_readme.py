@@ -306,7 +306,7 @@ def test_in_other_contexts_it_frees_what_was_measured() -> None:
     contexts = [row["contexts"] for row in json.loads(path.read_text(encoding="utf-8"))["cases"]]
     found = {
         name: [round(100 - 100 * row[name]["fusedlayers"] / row[name]["eager"]) for row in contexts]
-        for name in ("plain", "autocast", "copies", "compile", "backend")
+        for name in ("plain", "autocast", "copies", "compile")
     }
     percentages = re.sub(r" \(\S+ %\)", "", README.partition("| Bytes saved, compared")[2].partition("\n\n")[0])
     triples = re.findall(r"-?(\d+) % \| -?(\d+) % \| -?(\d+) %", percentages)

@@ -102,7 +102,7 @@ def _activated(x: Tensor, activation: Activation) -> Tensor | None:
     return POINTWISE[plan.path](plan, _ALONE, x, None, None, None, traced, operands)
 
 
-def computed_by(activation: Activation, dtype: torch.dtype, shape: Sequence[int] = _ANY_SHAPE) -> Activation | None:
+def computed_by(activation: Activation, dtype: torch.dtype, shape: Sequence[int]) -> Activation | None:
     """What a function computes, if that is an activation that bends."""
     # Here, because tracing takes parts of torch whose import takes a second.
     from ..activations.custom import without_logging
