@@ -57,9 +57,12 @@ def failed(error: Exception) -> dict[str, str]:
 
 
 def write(result: dict[str, Any], out: Path) -> None:
-    """Write ``out/<subject>.json``. It is replaced as a whole, for the process may be stopped at any time."""
+    """Write ``out/<subject>.json``, a case a line. It is replaced as a whole, for the process may be stopped."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{result['subject']}.json"
     partial = path.with_suffix(".json.tmp")
-    partial.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    head = json.dumps({**result, "cases": []}, indent=1)
+    cases = ",\n".join(f"  {json.dumps(case)}" for case in result["cases"])
+    text = head.replace('"cases": []', f'"cases": [\n{cases}\n ]')
+    partial.write_text(text + "\n", encoding="utf-8")
     partial.replace(path)

@@ -137,6 +137,7 @@ def test_a_result_grows_by_a_case_at_a_time(tmp_path: Path) -> None:
         grid.add(result, {"id": case}, tmp_path)
         written = json.loads((tmp_path / "letters.json").read_text())
         assert written == result and [row["id"] for row in written["cases"]] + written["not_run"] == ["a", "b", "c"]
+        assert f'  {{"id": "{case}"}}' in (tmp_path / "letters.json").read_text().splitlines()  # a case a line
     assert seen == [("a", 3), ("b", 2), ("c", 1)] and result["not_run"] == []
     assert [path.name for path in tmp_path.iterdir()] == ["letters.json"]
 
