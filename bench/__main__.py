@@ -13,7 +13,6 @@ COMMANDS = {
     "conv": ("conv", "the same on convolutions, in both memory formats"),
     "norm": ("norm", "the same on convolutions with a batch norm between them and the activation"),
     "parts": ("parts", "the same on norms, gates and dropout"),
-    "matmul": ("matmul", "matmuls with an activation as their epilogue, beside the vendor's bare ones"),
     "pointwise": ("pointwise", "bandwidth of the forward and backward kernels against a copy"),
     "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time, exactness of gradients"),
     "models": ("models", "whole models, eager and after fuse: bytes, time"),
@@ -23,7 +22,6 @@ COMMANDS = {
     "containers": ("containers", "ResNet-152 and reversible networks that run partly twice: memory against speed"),
     "overhead": ("overhead", "what small calls cost beyond eager's, on one thread"),
     "accuracy": ("accuracy", "errors of output and derivative against float64, beside eager's"),
-    "aot": ("aot", "what the compiler makes of the Triton kernels, for GPUs that need not be there"),
     "readme": ("report", "write the README's tables from bench/results, or check them"),
     "gpu-check": (
         "gpu_check",

@@ -10,7 +10,7 @@ from fusedlayers.backends.triton import elementwise, gates, tiles
 from fusedlayers.backends.triton.codegen import Role, device_function
 from fusedlayers.backends.triton.tiles import Matrix
 
-from .recipe import POINTERS, TARGETS, Family, Recipe
+from .recipe import POINTERS, TARGETS, Recipe
 
 #: A tensor for each direction that a bias can have.
 MATRICES = {
@@ -74,9 +74,6 @@ def recipe(
     types |= {name: "*fp32" for name in ("operand_ptr", "partial_ptr") if name in arguments}
     options = tiles.options(TARGETS[target].warp_size)
     return Recipe(function, types, constants, [name for name in arguments if name not in ("rows", "steps")], options)
-
-
-FAMILY = Family(KERNELS, kernels_of, recipe)
 
 
 def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str, index: Any) -> Recipe:

@@ -1,6 +1,6 @@
 """What Triton is given to compile a kernel ahead of time, for a GPU that need not be there."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,8 +8,6 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-
-from fusedlayers.activations import Activation
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -60,18 +58,3 @@ class Recipe:
         }
         source = ASTSource(self.function, signature=signature, constexprs=dict(self.constants), attrs=attributes)
         return triton.compile(source, target=TARGETS[target], options=dict(self.options))
-
-
-@dataclass(frozen=True)
-class Family:
-    """Kernels that are launched alike.
-
-    Attributes:
-        kernels: their names, which no other family has.
-        kernels_of: those that an activation has for tensors of a dtype.
-        recipe: of a kernel, for an activation, a dtype and one of ``TARGETS``.
-    """
-
-    kernels: Collection[str]
-    kernels_of: Callable[[Activation, torch.dtype], Sequence[str]]
-    recipe: Callable[[str, Activation, torch.dtype, str], Recipe]

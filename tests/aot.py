@@ -2,9 +2,7 @@
 
     python tests/aot.py sm_90 gelu tanh/float32 snake/bfloat16/row 'silu/bfloat16/none/int32/gate*'
 
-prints a JSON list with an object per kernel, by default of all that an activation has. The recipes and
-the reading are those of ``python -m bench aot``, whose arguments may follow the word ``bench`` instead: then the list
-is what the command writes.
+prints a JSON list with an object per kernel, by default of all that an activation has.
 
     python tests/aot.py --serve
 
@@ -17,11 +15,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import fnmatch
-import io
 import json
-import re
 import sys
-import tempfile
 import traceback
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -38,8 +33,7 @@ from fusedlayers.call import with_operands
 sys.path.append(str(Path(__file__).parents[1]))
 from literature import PUBLISHED
 
-from bench import elementwise_recipe, machine_code, matmul_recipe
-from bench.__main__ import main as bench_main
+from bench import elementwise_recipe, machine_code
 from bench.recipe import TARGETS
 from bench.reference import CUSTOM_ACTIVATIONS
 
@@ -111,10 +105,6 @@ def _by_width(what: str, counts: dict[int, int]) -> dict[str, int]:
 
 def reports_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """An object per kernel."""
-    if arguments[:1] == ["bench"]:
-        return _reports_of_bench(arguments[1:])
-    if arguments[:1] == ["fetches"]:
-        return [_fetches(*case.split("/")) for case in arguments[1:]]
     if arguments[:1] == ["instructions"]:
         return [_instructions(*case.split("/")) for case in arguments[1:]]
     parser = argparse.ArgumentParser(description="Compile the elementwise kernels ahead of time.")
@@ -134,15 +124,6 @@ def reports_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
     return reports
 
 
-def _fetches(target: str, name: str, kernel: str, dtype: str) -> dict[str, Any]:
-    """How a matmul fetches what it reads: how many blocks pass the registers on their way to shared memory, and how
-    many requests there are for the L2 cache."""
-    asm = matmul_recipe.recipe(kernel, resolve(name), getattr(torch, dtype), target).compile(target).asm
-    through_registers = re.findall(r"ttg\.local_alloc %\S+ : \(tensor<", asm["ttgir"])
-    prefetches = asm["ptx"].count("prefetch.global.L2") if "ptx" in asm else 0
-    return {"through_registers": len(through_registers), "prefetches": prefetches}
-
-
 def _instructions(target: str, name: str, kernel: str, dtype: str, bias: str) -> dict[str, Any]:
     """The instructions for each element: what a thread has more of where it has twice as many elements."""
     counts = []
@@ -153,16 +134,8 @@ def _instructions(target: str, name: str, kernel: str, dtype: str, bias: str) ->
             recipe = elementwise_recipe.recipe(kernel, resolve(name), getattr(torch, dtype), target, bias)
         finally:
             tiles.TILE = tile
-        counts.append(machine_code.instructions(recipe.compile(target)).count)
+        counts.append(machine_code.instructions(recipe.compile(target)))
     return {"case": f"{name} {kernel} {bias}", "instructions": (counts[1] - counts[0]) * tiles.THREADS / tile}
-
-
-def _reports_of_bench(arguments: Sequence[str]) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        path = Path(folder) / "aot.json"
-        if bench_main(["aot", *arguments, "--json", str(path)]):
-            raise ValueError(f"bench aot refuses {arguments}")
-        return json.loads(path.read_text())["kernels"]
 
 
 def serve() -> None:

@@ -1,12 +1,6 @@
-"""The kernels compiled for GPUs that need not be there: no spills; of the elementwise ones 16 bytes an access, of the
-matmuls tensor cores.
+"""The kernels compiled for GPUs that need not be there: no spills, and 16 bytes an access."""
 
-And ``python -m bench aot``, which shows what the compiler makes of them.
-"""
-
-import argparse
 import functools
-import itertools
 import json
 import os
 import subprocess
@@ -18,15 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-from fusedlayers.activations import activations, measure_inverse_error, resolve, rows
+from fusedlayers.activations import activations, measure_inverse_error, rows
 
 pytest.importorskip("triton")
 from aot import CUSTOM, FITTED  # after the line that skips without it
 from pairs import covering
-
-from bench import aot, matmul_recipe
-from bench.__main__ import main as bench_main
-from fusedlayers.backends.triton import gemm
 
 SCRIPT = Path(__file__).with_name("aot.py")
 DTYPES = ("float32", "bfloat16")
@@ -93,12 +83,6 @@ def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
     environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent.parent), environment.get("PYTHONPATH", "")])
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **pipes}
     return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **pipes)
-
-
-def output_of(process: subprocess.Popen[str]) -> str:
-    output, errors = process.communicate()
-    assert process.returncode == 0, errors
-    return output
 
 
 def check(reports: Reports) -> None:
@@ -192,163 +176,14 @@ def test_what_users_bring_compiles_without_spills(target: str) -> None:
     check(reports)
 
 
-# --- python -m bench aot ----------------------------------------------------------------------------------------------
-
-
-def test_the_command_shows_what_the_compiler_made(tmp_path: Path) -> None:
-    file = tmp_path / "folder" / "aot.json"
-    kernels, targets = ["forward", "gate_gradient"], ["sm_90", "gfx942"]
-    run = start("-m", "bench", "aot", "--kernel", *kernels, "--target", *targets, "--json", str(file))
-    lines = output_of(run).splitlines()
-    rows = json.loads(file.read_text())["kernels"]
-    assert [(row["kernel"], row["target"]) for row in rows] == [(k, t) for k in kernels for t in targets]
-    for row, line in zip(rows, lines[3:], strict=False):
-        assert row["activation"] == "gelu" and row["dtype"] == "bfloat16"
-        assert 0 < row["registers"] <= 255 and row["spill_bytes"] == row["kinds"]["local"] == 0
-        kinds = row["kinds"]
-        assert row["instructions"] == sum(kinds.values()) > 0
-        # Eight elements a thread, each with an exponential.
-        assert kinds["tensor"] == kinds["bulk_copies"] == 0 and kinds["fp32"] >= 8 and kinds["special"] >= 8
-        # The tensors are read and written 16 bytes at a time, a bias 2.
-        is_gate = row["kernel"] == "gate_gradient"
-        assert row["global_loads"] == ({"16": 3} if is_gate else {"16": 2, "2": 1})
-        assert row["global_stores"] == {"16": 2 if is_gate else 1}
-        assert (row["shared_bytes"] > 0) == (kinds["shared_loads"] > 0) == (not is_gate)
-        cells = line.replace("|", " ").split()
-        assert cells[:4] == [row["kernel"], "gelu", "bfloat16", row["target"]]
-        assert cells[4:8] == [str(row[k]) for k in ("registers", "shared_bytes", "spill_bytes", "instructions")]
-        assert [int(cell) for cell in cells[8:17]] == [n for k, n in kinds.items() if not k.startswith("global")]
-        assert cells[17:] == (["3x16", "2x16"] if is_gate else ["2x16", "1x2", "1x16"])
-
-
-def test_both_readings_of_accesses_agree() -> None:
+def test_accesses_are_of_16_bytes_but_for_a_bias() -> None:
     kernels = ("forward", "derivative_given_output")
-    assembled = [r for r in compiled("sm_80", "gelu/float32") if r["kernel"] in kernels]
-    disassembled = compiled("bench", "--target", "sm_80", "--dtype", "float32", "--kernel", *kernels)
+    reports = [r for r in compiled("sm_80", "gelu/float32") if r["kernel"] in kernels]
     # A tile of float32 is two accesses a thread; a residual is a tile, and a bias and its gradient a number each.
     expected = [("forward", {"16": 4, "4": 1}, {"16": 2}), ("derivative_given_output", {"16": 4}, {"16": 2, "4": 1})]
-    for reports in (assembled, disassembled):
-        assert [(r["kernel"], r["global_loads"], r["global_stores"]) for r in reports] == expected
+    assert [(r["kernel"], r["global_loads"], r["global_stores"]) for r in reports] == expected
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["--target", "sm_9"],
-            "no target is called 'sm_9'; there are ['sm_80', 'sm_89', 'sm_90', 'sm_100', 'gfx942', ",
-        ),
-        (["--kernel", "foward"], "no kernel is called 'foward'; there are ['forward', 'derivative_given_output',"),
-        (
-            ["--activation", "gelo"],
-            "--activation: unknown activation 'gelo'; did you mean 'gelu'? The known ones are: identity, relu,",
-        ),
-        (["--kernel", "inverse"], "no kernel of ['inverse'] exists for ['gelu'] in ['bfloat16']"),
-    ],
-)
-def test_the_command_says_what_there_is(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert bench_main(["aot", *arguments]) == 2
-    assert f"bench aot: {message}" in capsys.readouterr().err
-
-
-def test_all_activations_are_those_of_the_table() -> None:
-    options = argparse.Namespace(activation=["all"], dtype=["float32", "bfloat16"], kernel=["inverse"], target=None)
-    found = {(kernel, repr(activation), dtype) for _, kernel, activation, dtype, _ in aot._todo(options)}
-    names = [row.name for row in rows() if row.name != "identity"]
-    invertible = [
-        (name, d)
-        for name in names
-        for d in options.dtype
-        if measure_inverse_error(resolve(name), getattr(torch, d)) is not None
-    ]
-    assert found == {("inverse", *case) for case in invertible} and len(found) >= 12
-
-
-def test_the_command_refuses_to_interpret(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    assert bench_main(["aot"]) == 2
-    assert "TRITON_INTERPRET is set, and what is interpreted is not compiled; unset it" in capsys.readouterr().err
-
-
-def test_the_command_needs_triton(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert bench_main(["aot"]) == 2
-    assert "bench aot: Triton is missing" in capsys.readouterr().err
-
-
-# --- matmuls ----------------------------------------------------------------------------------------------------------
-
-#: What a program may have of shared memory (NVIDIA's tuning guides; CDNA3's instruction set).
-SHARED_BYTES = {"sm_80": 163 << 10, "sm_89": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
-#: The same of devices that are like one of those. (The others have no tilings.)
-OTHER_SHARED_BYTES = {
-    **{"sm_86": 99 << 10, "sm_103": 227 << 10, "sm_120": 99 << 10},
-    **{"gfx90a": 64 << 10, "gfx950": 160 << 10},
-}
-GRADIENTS = ("mlp_gradient_given_output", "mlp_gradient_given_output_2")
-#: A kernel's dtype, and what its name ends in: the tilings of a GPU.
-TILINGS = (("bfloat16", ""), ("bfloat16", "_2"), ("float32", ""))
-#: Of matmuls for a target with a tiling every pair of two, and all that there are of the one with the most to hold.
-MATMULS = {
-    *covering(matmul_recipe.KERNELS, SHARED_BYTES, TILINGS),
-    *itertools.product(["gated_mlp_gradient"], SHARED_BYTES, TILINGS),
-}
-
-
-def compile_matmuls(target: str, kernels: Iterable[str], dtypes: Iterable[str]) -> Reports:
-    rows = compiled("bench", "--target", target, "--dtype", *dtypes, "--kernel", *kernels)
-    for row in rows:
-        assert row["spill_bytes"] == 0, row
-        assert row["scalar_spills"] <= MOST_MATMUL_SCALAR_SPILLS, row
-        assert row["kinds"]["tensor"] > 0, row
-        assert 0 < row["shared_bytes"] <= (SHARED_BYTES | OTHER_SHARED_BYTES)[target], row
-        if target in ("sm_90", "sm_100", "sm_103"):
-            # At least the operands by the copy engine, and the results.
-            assert row["kinds"]["bulk_copies"] >= 3, row
-    return rows
-
-
-#: Of AMD's scalar registers, which masks and sizes take.
-MOST_MATMUL_SCALAR_SPILLS = 64
-
-
-def test_matmuls_use_tensor_cores_and_do_not_spill() -> None:
-    rows = compile_matmuls("sm_90", ["dense", "dense_2", *GRADIENTS], ["bfloat16"])
-    assert len(rows) == 4
-    tiling = gemm.TILINGS["9"][2][1]
-    assert tiling.programs == 2
-    for row in rows:
-        if row["kernel"].endswith("_2"):  # two of these at a time
-            assert 2 * row["registers"] * 32 * tiling.warps <= 1 << 16
-            assert 2 * (row["shared_bytes"] + 1024) <= 228 << 10
-
-
-@pytest.mark.parametrize("target", SHARED_BYTES)
-def test_every_tiling_uses_tensor_cores_and_does_not_spill(target: str) -> None:
-    # GELU has the longest epilogues.
-    for dtype in DTYPES:
-        kernels = sorted(name + end for name, of, (its, end) in MATMULS if of == target and its == dtype)
-        rows = compile_matmuls(target, kernels, [dtype])
-        assert sorted(row["kernel"] for row in rows) == kernels != []
-
-
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_100", "gfx942"])
-def test_matmuls_fetch_ahead(target: str) -> None:
-    """Operands go from memory to shared memory, and what a gradient's epilogue reads to the L2 cache before."""
-    for kernel, dtype in itertools.product(("dense", GRADIENTS[0], "gated_mlp_gradient"), DTYPES):
-        (found,) = compiled("fetches", f"{target}/relu/{kernel}/{dtype}")
-        assert found["through_registers"] == 0
-        spills = (target, kernel, dtype) == ("sm_90", "gated_mlp_gradient", "bfloat16")  # with gelu it would
-        fetches = kernel != "dense" and target.startswith("sm_") and not spills
-        assert (found["prefetches"] > 0) == fetches, (kernel, dtype)
-
-
-@pytest.mark.parametrize("target", [*OTHER_SHARED_BYTES, "sm_75", "gfx1100"])
+@pytest.mark.parametrize("target", ["sm_86", "sm_103", "sm_120", "gfx90a", "gfx950", "sm_75", "gfx1100"])
 def test_other_devices(target: str) -> None:
     check(compile_all([target, "gelu", "gelu/float32", "silu/float16/row"]))
-    if target in OTHER_SHARED_BYTES:
-        has_tf32 = target not in ("gfx90a", "gfx950")
-        compile_matmuls(target, ["dense", "gated_mlp_gradient"], ["bfloat16", *["float32"] * has_tf32])
