@@ -4,8 +4,7 @@ for, seen without a GPU. Tensors lie on the CPU, and results are whatever memory
 Triton decides as it is imported whether kernels are interpreted: the process must not have ``TRITON_INTERPRET`` set.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -83,42 +82,16 @@ class _Utils:
 
     def unload_module(self, *_arguments: Any) -> None: ...
 
-    def fill_tma_descriptor_tiled(self, *_arguments: Any) -> object:
-        return object()
-
 
 def install() -> FakeDriver:
     """Let all calls of this process run by Triton, on the fake device; the library multiplies."""
     from triton.runtime import driver
 
-    from fusedlayers import sizes
+    from fusedlayers import backends, sizes
     from fusedlayers.backends import triton
 
-    backends, gemm, _ = modules()
     fake = FakeDriver()
     driver.set_active(fake)
     sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = 0
     backends.choose = lambda tensor, activation=None: triton
-    gemm.tilings = lambda device, itemsize: {str(t): t for t in gemm.TILINGS["9"].get(itemsize, ())}
     return fake
-
-
-def modules() -> tuple[Any, Any, Any]:
-    """Those in which functions are exchanged."""
-    from fusedlayers import backends
-    from fusedlayers.backends.triton import dispatch, gemm
-
-    return backends, gemm, dispatch
-
-
-@contextlib.contextmanager
-def epilogues() -> Iterator[None]:
-    """Matmuls have the activation as their epilogue, as on a GPU where that was measured to be faster."""
-    _, _, dispatch = modules()
-    choose, is_settled = dispatch.choose, dispatch.is_settled
-    dispatch.choose = lambda question, device, job: job.candidates[-1]
-    dispatch.is_settled = lambda device: False
-    try:
-        yield
-    finally:
-        dispatch.choose, dispatch.is_settled = choose, is_settled

@@ -1,9 +1,8 @@
 """``python -m bench gpu-check --out DIR``: everything that needs a GPU, for whoever has one for ten minutes.
 
 Two halves of at most nine minutes each. The first says within two minutes whether the kernels are right: the
-environment and one call of each kernel, every tiling in every role, NVIDIA's sanitizer, launches and host time, CUDA
-graphs, streams, threads, memory that runs out, then the matmul and pointwise grids. The second runs the kernels' tests,
-and the grids of layers.
+environment and one call of each kernel, NVIDIA's sanitizer, launches and host time, CUDA graphs, streams, threads,
+memory that runs out, then the pointwise grid. The second runs the kernels' tests, and the grids of layers.
 
 Each item is a process of its own with a time limit. What it finds is appended to ``DIR/results.jsonl`` at once, so that
 whoever stops this loses only the case at hand. A kernel that fails, hangs or crashes is named there, and processes that
@@ -33,13 +32,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fusedlayers.backends import gpu_settings
 from fusedlayers.utils import progress
 
-from . import ROOT, conv, dense, gpu_items, layers, matmul, mlp, norm, parts, pointwise
+from . import ROOT, conv, dense, gpu_items, layers, mlp, norm, parts, pointwise
 
 GRIDS = {
-    "matmul": matmul,
     "pointwise": pointwise,
     "dense": dense,
     "mlp": mlp,
@@ -50,8 +47,6 @@ GRIDS = {
 KERNEL_TESTS = (
     "triton",
     "triton_operands",
-    "gemm",
-    "dispatch",
     "codegen",
     "mlp_triton",
     "capture",
@@ -74,11 +69,9 @@ HALVES = {
     1: (
         Item("environment", 40),
         Item("kernels", 80),
-        Item("tilings", 120),
         Item("host", 40),
         Item("contexts", 40),
         Item("sanitizer", 60),
-        Item("matmul", 60),
         Item("pointwise", 30),
         Item("saving", 25),
     ),
@@ -138,7 +131,7 @@ class Check:
         self.lines: list[dict[str, Any]] = []
         self.denied: list[str] = []
         out.mkdir(parents=True, exist_ok=True)
-        names = ("results.jsonl", "summary.md", "log.txt", "tuned.json", *(f"{grid}.json" for grid in GRIDS))
+        names = ("results.jsonl", "summary.md", "log.txt", *(f"{grid}.json" for grid in GRIDS))
         for name in names:
             (out / name).unlink(missing_ok=True)  # an old file must not pass for a result of this run
 
@@ -218,13 +211,11 @@ class Check:
             return [sys.executable, "-m", "pytest", *plain, *parallel, *collect, *files]
         device = ["--device", "cpu" if self.fake else "cuda"]
         command = [sys.executable, "-m", "bench", name, *device, "--out", str(self.out)]
-        command += ["--tune"] if name in ("dense", "mlp") and not self.fake else []
         return [*command, "--budget", str(round(10 if self.fake else seconds))]
 
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {gpu_settings.FILE_VARIABLE: str(self.out / "tuned.json")}
         environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", gpu_items.DENIED: ";".join(self.denied)}
         return environment | ({gpu_items.FAKE: "1"} if self.fake else {})
 

@@ -27,7 +27,7 @@ from fusedlayers import sizes
 from fusedlayers.activations import Activation, resolve
 from fusedlayers.backends import GradientRequest
 
-from . import ROOT, fake_gpu, machine, matmul, measure
+from . import ROOT, fake_gpu, machine, measure
 
 #: In the environment of the processes: whether the driver is the fake one, and the kernels to do without.
 FAKE, DENIED = "BENCH_FAKE_GPU", "BENCH_DENIED_KERNELS"
@@ -41,7 +41,7 @@ Findings = dict[str, Any]
 class Case(NamedTuple):
     id: str
     run: Callable[[], Findings]
-    #: What is not to be used any more where the case fails: an elementwise kernel, or a tiling.
+    #: The elementwise kernel that is not to be used any more where the case fails.
     kernel: str = ""
 
 
@@ -55,15 +55,10 @@ def prepare() -> None:
     sizes.GPU_BYTES = 0
     if os.environ.get(FAKE):
         fake_gpu.install()
-    denied = frozenset(filter(None, os.environ.get(DENIED, "").split(";")))
-    if not denied:
-        return
-    from fusedlayers.backends import torch as reference
+    if os.environ.get(DENIED):
+        from fusedlayers import backends
+        from fusedlayers.backends import torch as reference
 
-    backends, gemm, _ = fake_gpu.modules()
-    tilings = gemm.tilings
-    gemm.tilings = lambda device, itemsize: {k: t for k, t in tilings(device, itemsize).items() if k not in denied}
-    if denied & set(ELEMENTWISE):
         backends.choose = lambda tensor, activation=None: reference
 
 
@@ -244,72 +239,6 @@ def _expect_equal(got: Tensor | None, expected: Tensor | None, what: str) -> Non
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-# --- every tiling of the matmuls, in every role -----------------------------------------------------------------------
-
-
-def _tilings() -> Iterator[Case]:
-    from fusedlayers.backends.triton import gemm
-
-    # Tiles that are whole; a last one that is not; rows whose blocks the copy engine cannot fetch.
-    shapes = ((1024, 1536, 512), (1000, 1544, 520), (333, 1001, 77))
-    for dtype in DTYPES:
-        for name in gemm.tilings(device(), dtype.itemsize):
-            for role in matmul.ROLES:
-                for size in shapes:
-                    run = partial(_check_tiling, name, role, dtype, size)
-                    yield Case(f"{name}/{role}/{_short(dtype)}/{'x'.join(map(str, size))}", run, name)
-
-
-def _check_tiling(tiling: str, role: str, dtype: torch.dtype, size: tuple[int, int, int]) -> Findings:
-    from fusedlayers.backends.triton.operations import Backwards, Layer
-
-    rows, columns, inner = size
-    activation = resolve("silu" if role == "gate" else "gelu")
-    torch.backends.cuda.matmul.allow_tf32 = True
-    scale = inner**-0.5
-    w = _normal(columns, inner, dtype=dtype, seed=1, scale=scale)
-    x, b = _normal(rows, inner, dtype=dtype), _normal(columns, dtype=dtype, seed=2)
-    if role == "layer":
-        layer = Layer(x, w, b, activation, (), False)
-        candidates = layer.candidates
-        exact = activation.function(x.double() @ w.double().t() + b.double())
-
-        def run(way: str) -> list[Tensor | None]:
-            return [layer.run(way)]
-    else:
-        saved = [_normal(rows, columns, dtype=dtype, seed=3 + i) for i in range(1 + (role == "gate"))]
-        given = "output" if role == "gradient" else "input"
-        if given == "output":
-            saved = [_triton().bias_act(saved[0], None, activation, dim=-1, encode=True, out=None)]
-        wanted = GradientRequest(given, True, role != "gate")  # type: ignore[arg-type]  # a str that is one of both
-        job = Backwards(x, w.t().contiguous(), [], activation, (), wanted, given == "input")
-        candidates, exact = job.candidates, None
-
-        def run(way: str) -> list[Tensor | None]:
-            parts = [part.clone() for part in saved]
-            made, db, shares = job._replace(parts=parts).run(way)
-            return [*parts, made, db, *shares]
-
-    if tiling not in candidates:
-        return {"skipped": "not for these sizes"}
-    results = run(tiling)
-    for again in range(1 if is_fake() else REPEATS):
-        for one, other in zip(results, run(tiling), strict=True):
-            _expect_equal(other, one, f"repeat {again}")
-    found: Findings = {}
-    # Backward by the library's matmul in float32, and this package's elementwise kernels, which were looked at before.
-    expected = run("library")
-    limit = 1e-3 if dtype is torch.float32 else 2 * torch.finfo(dtype).eps
-    for number, (one, right) in enumerate(zip(results, [exact] if exact is not None else expected, strict=True)):
-        if one is None or right is None:
-            continue
-        error = float((one.double() - right.double()).norm() / right.double().norm().clamp_min(1e-30))
-        found[f"error_{number}"] = error
-        if not is_fake() and not error <= limit:
-            raise Wrong(f"result {number} errs by {error:.2e} of the norm, where {limit:.1e} is allowed")
-    return found
 
 
 # --- NVIDIA's sanitizer -----------------------------------------------------------------------------------------------
@@ -593,7 +522,6 @@ def _out_of_memory() -> Findings:
 ITEMS: dict[str, Callable[[], Iterator[Case]]] = {
     "environment": _environment,
     "kernels": _kernels,
-    "tilings": _tilings,
     "sanitizer": _sanitizer,
     "host": _host,
     "saving": _saving,

@@ -1,7 +1,6 @@
 """The benchmarks' own machinery, on shapes too small to measure anything."""
 
 import dataclasses
-import functools
 import importlib.metadata
 import importlib.util
 import json
@@ -27,7 +26,6 @@ from bench import (
     grid,
     layers,
     machine,
-    matmul,
     measure,
     mlp,
     models,
@@ -696,42 +694,6 @@ def test_pointwise_compares_bandwidths(tmp_path: Path, monkeypatch: pytest.Monke
     assert pointwise.acceptance(on_gpu) == [
         "a forward: 0.90 of a copy's bandwidth, target 0.9: met",
         "a backward: 0.89 of a copy's bandwidth, target 0.9: MISSED",
-    ]
-
-
-# --- matmul -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about interpreted kernels; gpu-check measures on a GPU")
-def test_matmul_compares_the_ways_there_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fused: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    # Few calls of each: what is interpreted takes long.
-    monkeypatch.setattr(measure, "_SAMPLE_SECONDS", 1e-9)
-    interleave = functools.partial(measure.interleave, min_rounds=1, max_rounds=1)
-    monkeypatch.setattr(measure, "interleave", interleave)
-    tiny = shapes.Shape("tiny", 24, 40, {"cpu": 320, "cuda": 320})
-    monkeypatch.setattr(shapes, "MLP_SHAPES", (tiny,))
-    monkeypatch.setattr(shapes, "GATED_SHAPES", (tiny,))
-    result = matmul.run(CPU, ("float32",), budget_seconds=60, quick=True, out=tmp_path)
-    assert json.loads((tmp_path / "matmul.json").read_text()) == result and result["not_run"] == []
-    assert [row["id"] for row in result["cases"]] == [
-        f"tiny/{role}/float32" for role in ("layer/gelu", "gradient/gelu", "gradient-hidden/gelu", "gate/silu")
-    ]
-    for row in result["cases"]:
-        assert (row["rows"], row["columns"], row["inner"]) == (10, 40, 24) and list(row["ways"]) == ["library", "tiled"]
-        assert row["tflop_per_s"] == pytest.approx(2e-6 * 10 * 40 * 24 / row["matmul"]["median_us"], abs=1e-3)
-        assert all(way["of_matmul"] > 0 and way["median_us"] > 0 for way in row["ways"].values())
-    assert {"linear_act", "linear_gradient"} == set(fused)
-    assert "TFLOP/s alone | library" in capsys.readouterr().out
-    assert matmul.acceptance(result) == []  # a CPU promises nothing here
-    ways = [{"library": 0.7, "tiled": 0.95}, {"library": 0.7, "tiled": 0.85}, {"library": 0.9, "tiled": 0.85}]
-    cases = [{"id": "a", "ways": {name: {"of_matmul": part} for name, part in way.items()}} for way in ways]
-    assert matmul.acceptance({"device": {"kind": "cuda"}, "cases": cases}) == [
-        "a: tiled at 0.95 of the bare matmul's speed, target 0.9: met",
-        "a: tiled at 0.85 of the bare matmul's speed, target 0.9: MISSED",
-        "a: library at 0.90 of the bare matmul's speed",
     ]
 
 
