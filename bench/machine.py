@@ -1,10 +1,8 @@
 """What a result was measured on: names for people, and a slug for the folder."""
 
-import contextlib
 import ctypes
 import datetime
 import functools
-import importlib.metadata
 import os
 import platform
 import re
@@ -67,15 +65,6 @@ def warn_if_busy(description: dict[str, Any]) -> None:
         print(f"warning: the load average is {load}; other processes make CPU times here meaningless, small ones most")
 
 
-def _rivals() -> dict[str, str]:
-    """The versions of other libraries that are measured where they are installed."""
-    found = {}
-    for name in ("liger-kernel", "quack-kernels", "optiacts", "inplace-abn"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
-
-
 def describe(device: torch.device) -> dict[str, Any]:
     """Device, versions and date, as they stand at the head of a result file."""
     try:
@@ -96,7 +85,6 @@ def describe(device: torch.device) -> dict[str, Any]:
             "torch": torch.__version__,
             "triton": triton_version,
             "cuda": torch.version.cuda if device.type == "cuda" else None,
-            **_rivals(),
         },
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }

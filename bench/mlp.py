@@ -1,17 +1,13 @@
 """``python -m bench mlp``: MLP blocks, eager, by torch.compile and by this library, beside the bare matmuls.
 
 How is said in ``layers``. The block is whole by itself: nothing comes behind it. The yardstick is ``matmuls``: the six
-products of forward and backward, nine of a gated block, without bias or activation. On GPUs torch.compile is also asked
-to tune its matmuls, which it then generates with what is around them in one kernel, where there is time for that; and
-Liger Kernel and quack are measured where they are installed and compute the same function.
+products of forward and backward, nine of a gated block, without bias or activation.
 """
 
-import importlib.util
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
@@ -19,7 +15,7 @@ import fusedlayers as fl
 
 from . import layers, plot, reference, shapes
 
-MATMULS, RECOMPUTE, LIGER, QUACK = "matmuls", "recompute", "liger", "quack"
+MATMULS, RECOMPUTE = "matmuls", "recompute"
 #: "At most this many times eager", forward+backward, per device kind, variant and dtype.
 TARGETS: dict[str, dict[tuple[str, str], float]] = {
     "cpu": {(layers.OURS, "float32"): 1.05, (RECOMPUTE, "float32"): 1.5},
@@ -72,14 +68,13 @@ def _build(case: shapes.BlockCase, device: torch.device, quick: bool) -> layers.
         params: tuple[Tensor, ...] = (w1, *others, w2)
         eager = partial(_eager_gated, function=function)
         ours, recompute = (partial(_gated, activation=activation, save=save) for save in ("auto", "recompute"))
-        matmuls, liger = _NineMatmuls.apply, _liger(activation, device)
+        matmuls = _NineMatmuls.apply
     else:
         b1, b2 = randn((hidden,), scale=0.1), randn((width,), scale=0.1)
         params = (w1, b1, w2, b2)
         eager = partial(reference.mlp, function=function)
         ours, recompute = (partial(fl.mlp, activation=activation, save=save) for save in ("auto", "recompute"))
-        matmuls, liger = _SixMatmuls.apply, None
-    quack = _quack(case, device)
+        matmuls = _SixMatmuls.apply
     operands = x, params, dy
     return layers.Work(
         operands=(operands, operands),
@@ -90,11 +85,8 @@ def _build(case: shapes.BlockCase, device: torch.device, quick: bool) -> layers.
         others={
             RECOMPUTE: (recompute, recompute),
             MATMULS: (matmuls, matmuls),
-            LIGER: None if liger is None else (liger, liger),
-            QUACK: None if quack is None else (quack, quack),
         },
         yardsticks=(MATMULS,),
-        layouts={QUACK: _in_turns} if case.is_gated else {},
     )
 
 
@@ -142,58 +134,6 @@ class _NineMatmuls(Function):
         return dx.addmm_(up, w_up), dh.t() @ x, up.t() @ x, dy.t() @ gate
 
 
-def _liger(activation: str, device: torch.device) -> layers.Function | None:
-    """Liger Kernel's gated block, where it is installed: its product of two hidden buffers is one kernel."""
-    if device.type != "cuda" or importlib.util.find_spec("liger_kernel") is None or activation != "silu":
-        return None
-    from liger_kernel.ops.swiglu import LigerSiLUMulFunction  # type: ignore[import-not-found]  # a peer
-
-    def block(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
-        hidden = LigerSiLUMulFunction.apply(F.linear(x, w_gate), F.linear(x, w_up))
-        return F.linear(hidden, w_down)
-
-    return block
-
-
-def _quack(case: shapes.BlockCase, device: torch.device) -> layers.Function | None:
-    """quack's block, where it is installed and computes the same function: its activations are part of its matmuls.
-
-    It takes biases, and gradients of them, in the blocks without a gate. Left out is what would be no comparison: a
-    gated gelu, which it has in tanh's approximation only, and float32, which tensor cores round to TF32.
-    """
-    if device.type != "cuda" or case.dtype == "float32":
-        return None
-    try:
-        from quack.activation import act_fn_map, gate_fn_map  # type: ignore[import-not-found]  # a peer
-        from quack.mlp import mlp_func  # type: ignore[import-not-found]  # a peer
-    except ImportError:
-        return None
-    name = (_QUACK_GATES if case.is_gated else _QUACK_ACTIVATIONS).get(case.activation)
-    if name not in (gate_fn_map if case.is_gated else act_fn_map):
-        return None
-
-    def gated(x: Tensor, w_gate_up: Tensor, w_down: Tensor) -> Tensor:
-        y: Tensor = mlp_func(x, w_gate_up, w_down, name)
-        return y
-
-    def plain(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-        y: Tensor = mlp_func(x, w1, w2, name, bias1=b1, bias2=b2)
-        return y
-
-    return gated if case.is_gated else plain
-
-
-#: What quack calls the same functions: its "gelu_tanh_approx" and "geglu" are others.
-_QUACK_ACTIVATIONS = {"gelu": "gelu_erf", "relu": "relu", "tanh": "tanh", "silu": "silu"}
-_QUACK_GATES = {"silu": "swiglu", "relu": "reglu"}
-
-
-def _in_turns(parameters: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The gate's rows and the others in turns, in one weight, as quack takes them."""
-    w_gate, w_up, w_down = parameters
-    return torch.stack((w_gate, w_up), 1).flatten(0, 1), w_down
-
-
 SUBJECT = layers.Subject(
     name="mlp",
     behind=None,
@@ -202,10 +142,7 @@ SUBJECT = layers.Subject(
     acceptance=acceptance,
     budget_seconds=480,
     case_seconds=12.0,
-    variants=(*layers.VARIANTS, RECOMPUTE, MATMULS, LIGER, QUACK, layers.MAX_AUTOTUNE),
-    # quack tunes itself too.
-    prepared={layers.COMPILE: 5.0, QUACK: 60.0, layers.MAX_AUTOTUNE: 60.0},
-    for_gpus=(LIGER, QUACK, layers.MAX_AUTOTUNE),
+    variants=(*layers.VARIANTS, RECOMPUTE, MATMULS),
     plot=plot.plot_mlp,
 )
 run = partial(layers.run, SUBJECT)

@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fusedlayers.utils.plotting import BLUE, GREEN, ORANGE, SKY, WINE
+from fusedlayers.utils.plotting import BLUE, ORANGE, SKY
 
 _PANELS = (
     ("forward", "forward time"),
@@ -59,9 +59,6 @@ MLP = Picture(
     styles={
         "matmuls": Style("|", "0.15", "bare matmuls", is_yardstick=True),
         "compile": Style("D", ORANGE, "torch.compile"),
-        "max-autotune": Style("d", "#a6611a", "torch.compile, max-autotune"),
-        "liger": Style("^", WINE, "Liger Kernel"),
-        "quack": Style("v", GREEN, "quack"),
         "recompute": Style("s", SKY, "fusedlayers, recomputed"),
         "fusedlayers": Style("o", BLUE, "fusedlayers"),
     },

@@ -9,12 +9,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 import fusedlayers as fl
 from bench import (
@@ -233,32 +231,12 @@ def test_compiling_goes_first_when_time_is_short(monkeypatch: pytest.MonkeyPatch
     assert "forward" in row["variants"]["fusedlayers"]
 
 
-def test_what_takes_long_to_prepare_is_left_out_first() -> None:
-    work = mlp.SUBJECT.build(next(shapes.block_cases("cpu")), CPU, True)
-    seconds, variants = (
-        {"compile": 5.0, "max-autotune": 60.0, "liger": 1e3},
-        ["eager", "compile", "liger", "max-autotune"],
-    )
-
-    def left_out(spare: float) -> set[str]:
-        return {*variants} - {*layers._affordable(variants, work, seconds, spare)}
-
-    assert work.others["liger"] is None  # what cannot be had takes no time, and is said to be missing
-    assert (
-        left_out(4.0) == {"compile", "max-autotune"} and left_out(64.0) == {"max-autotune"} and left_out(66.0) == set()
-    )
-
-
 def test_what_is_measured_by_default() -> None:
-    def left_out(subject: layers.Subject, kind: str, quick: bool) -> set[str]:
-        return {*subject.variants} - {*subject.default_variants(kind, quick)}
+    def left_out(subject: layers.Subject, quick: bool) -> set[str]:
+        return {*subject.variants} - {*subject.default_variants(quick)}
 
-    assert left_out(dense.SUBJECT, "cpu", False) == left_out(dense.SUBJECT, "cuda", False) == set()
-    assert left_out(dense.SUBJECT, "cpu", True) == {"compile"}
-    for_gpus = {"liger", "quack", "max-autotune"}
-    assert left_out(mlp.SUBJECT, "cpu", False) == for_gpus and left_out(mlp.SUBJECT, "cuda", False) == set()
-    assert left_out(mlp.SUBJECT, "cpu", True) == {"compile", *for_gpus}
-    assert left_out(mlp.SUBJECT, "cuda", True) == {"compile", "quack", "max-autotune"}
+    assert left_out(dense.SUBJECT, False) == left_out(mlp.SUBJECT, False) == set()
+    assert left_out(dense.SUBJECT, True) == left_out(mlp.SUBJECT, True) == {"compile"}
 
 
 def test_a_full_run_by_default_replaces_the_committed_result(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -273,22 +251,6 @@ def test_a_full_run_by_default_replaces_the_committed_result(monkeypatch: pytest
     for arguments in ([], ["--variants", "compile,fusedlayers,recompute"], ["--variants", "fusedlayers"]):
         assert bench_main(["mlp", "--device", "cpu", *arguments]) == 0
     assert [path is not None and path.parent == tmp_path for path in written] == [True, False, False]
-
-
-@pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
-@pytest.mark.parametrize("variant", ["compile", "max-autotune"])
-def test_each_compiled_variant_has_its_mode(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    modes: list[str] = []
-
-    def compile(function: Any, *, mode: str, **options: Any) -> Any:
-        modes.append(mode)
-        return function
-
-    monkeypatch.setattr(layers, "_load_compiler", lambda device: None)
-    monkeypatch.setattr(torch, "compile", compile)
-    result = mlp.run([next(shapes.block_cases("cpu"))], CPU, variants=("eager", variant), quick=True)
-    assert modes == [{"compile": "default", "max-autotune": "max-autotune-no-cudagraphs"}[variant]] * 2
-    assert "ratio" in result["cases"][0]["variants"][variant]["forward"]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
@@ -508,9 +470,7 @@ def test_blocks_keep_what_is_promised(dtype: str) -> None:
         x, parameters, _ = work.operands[0]
         functions = {"eager": work.eager, "fusedlayers": work.ours, **work.others}
         kept = {
-            name: layers.saved_bytes(found[0], x, *parameters) / work.hidden_bytes
-            for name, found in functions.items()
-            if found is not None
+            name: layers.saved_bytes(found[0], x, *parameters) / work.hidden_bytes for name, found in functions.items()
         }
         assert math.floor(kept["eager"]) == EAGER_BUFFERS[case.is_gated, case.activation], case.id
         assert (kept["fusedlayers"], kept["recompute"]) == (1 + case.is_gated, 0), case.id
@@ -522,7 +482,6 @@ def test_the_yardstick_is_the_bare_matmuls(gated: bool) -> None:
     work = mlp.SUBJECT.build(case, CPU, True)
     x, parameters, dy = work.operands[0]
     matmuls = work.others[mlp.MATMULS]
-    assert matmuls is not None
     with torch.profiler.profile(acc_events=True) as profile:  # without it torch 2.11 warns
         torch.autograd.grad(matmuls[0](x, *parameters), [x, *parameters], dy, allow_unused=True)
     called = [event.name for event in profile.events() if event.name in ("aten::mm", "aten::addmm", "aten::addmm_")]
@@ -537,76 +496,14 @@ def test_the_yardstick_is_the_bare_matmuls(gated: bool) -> None:
 
 def test_mlp_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
     case = next(case for case in shapes.block_cases("cpu") if case.shape.name == "ViT-B")
-    result = mlp.run(
-        [case], CPU, variants=("eager", "fusedlayers", "recompute", "matmuls", "liger"), quick=True, out=tmp_path
-    )
+    result = mlp.run([case], CPU, variants=("eager", "fusedlayers", "recompute", "matmuls"), quick=True, out=tmp_path)
     assert json.loads((tmp_path / "mlp.json").read_text())["cases"] == result["cases"]
     assert mlp.acceptance(result) == []
     variants = result["cases"][0]["variants"]
-    assert variants["liger"] == {"skipped": "not available here"} and "ratio" in variants["matmuls"]["forward"]
+    assert "ratio" in variants["matmuls"]["forward"]
     assert "the block" in result["definitions"]["saved_bytes"]
     table = tables.mlp_table(result)
     assert "ViT-B, gelu, float32 (49 x 768 to 3072) | 1.1 | **0.6** | 0.0 |" in table
-
-
-def a_quack(swapped: bool) -> dict[str, ModuleType]:
-    """What of quack-kernels 0.6 is used, in plain PyTorch; with gate and up swapped it is wrong."""
-    functions = {"gelu_erf": F.gelu, "relu": torch.relu, "swiglu": F.silu}
-
-    def mlp_func(x: Any, weight1: Any, weight2: Any, activation: str, bias1: Any = None, bias2: Any = None) -> Any:
-        z = F.linear(x, weight1, bias1)
-        if activation != "swiglu":
-            return F.linear(functions[activation](z), weight2, bias2)
-        gate, up = z[..., swapped::2], z[..., 1 - swapped :: 2]
-        return F.linear(functions[activation](gate) * up, weight2, bias2)
-
-    modules = {name: ModuleType(name) for name in ("quack", "quack.activation", "quack.mlp")}
-    vars(modules["quack.activation"]).update(act_fn_map=dict.fromkeys(("gelu_erf", "relu")), gate_fn_map={"swiglu": 1})
-    vars(modules["quack.mlp"])["mlp_func"] = mlp_func
-    return modules
-
-
-@pytest.mark.parametrize("swapped", [False, True])
-def test_quack_is_compared_in_its_own_layout(swapped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, module in a_quack(swapped).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    as_on_gpus = mlp._quack
-    monkeypatch.setattr(mlp, "_quack", lambda case, device: as_on_gpus(case, torch.device("cuda")))
-    cases = [case for case in shapes.block_cases("cpu") if case.shape.hidden_features < 4000]
-    cases = [case for case in cases if case.dtype == "bfloat16" or case.shape.name == "ViT-B"]
-    # Of a few rows, for some CPUs multiply bfloat16 a hundred times more slowly.
-    cases = [dataclasses.replace(case, shape=dataclasses.replace(case.shape, tokens={"cpu": 64})) for case in cases]
-    result = mlp.run(cases, CPU, variants=("eager", "quack"), quick=True)
-    # Not float32, not tanh, which this quack lacks, and not a gelu that would be another one.
-    skipped = {"skipped": "not available here"}
-    for row in result["cases"]:
-        name, found = row["activation"], row["variants"]["quack"]
-        if row["dtype"] == "float32" or name not in (("silu",) if row["gated"] else ("gelu", "relu")):
-            assert found == skipped, row["id"]
-        elif swapped and row["gated"]:
-            assert found["error"].startswith("ArithmeticError: differs from eager by"), row["id"]
-        else:
-            assert found["forward_backward"]["ratio"] > 0 and found["saved_bytes"] >= row["hidden_bytes"], row["id"]
-
-
-def test_quack_is_for_gpus_where_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    (case,) = (c for c in shapes.block_cases("cuda", ("bfloat16",)) if c.id == "model/bert-base/gelu/bfloat16")
-    monkeypatch.setitem(sys.modules, "quack", None)
-    assert mlp._quack(case, torch.device("cuda")) is None
-    for name, module in a_quack(False).items():
-        monkeypatch.setitem(sys.modules, name, module)
-    assert mlp._quack(case, torch.device("cuda")) is not None and mlp._quack(case, CPU) is None
-
-
-def test_other_libraries_have_their_versions_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name == "quack-kernels":
-            return "1.2.3"
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    versions = machine.describe(CPU)["versions"]
-    assert versions["quack-kernels"] == "1.2.3" and "liger-kernel" not in versions
 
 
 def test_mlp_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
