@@ -4,13 +4,11 @@ ResNet-152 as a sequence, run again as far as each variant says: all of it in ``
 segments, and in ours; what lies between convolutions; with batch norm and ReLU in one layer; and within budgets, which
 give a curve of time over memory. For each of torch's variants one of ours is given the same memory.
 
-And a reversible network (RevNet) of several depths: plain, invertible, and, where they are installed, by the packages
-memcnn and invtorch.
+And a reversible network (RevNet) of several depths: plain and invertible.
 """
 
 import argparse
 import gc
-import importlib.util
 import re
 import time
 from collections.abc import Callable, Iterable
@@ -203,7 +201,7 @@ def measure_case(case: Case, device: torch.device, *, seconds: float, quick: boo
 
 def _results(variant: Variant, x: Tensor, dy: Tensor) -> list[Tensor]:
     """The output, the norms of all gradients, and the gradients of all vectors among the parameters in one; gradients
-    are zero afterwards. They are sorted, for memcnn has the two networks of a coupling in the other order."""
+    are zero afterwards."""
     y = variant.call(x)
     measure.Above.apply(y, dy).backward()
     norms = torch.stack([p.grad.norm() for p in variant.module.parameters() if p.grad is not None])
@@ -211,7 +209,7 @@ def _results(variant: Variant, x: Tensor, dy: Tensor) -> list[Tensor]:
     for parameter in variant.module.parameters():
         assert parameter.grad is not None
         parameter.grad.zero_()
-    return [y.detach(), norms.sort().values, torch.cat(vectors).sort().values]
+    return [y.detach(), norms, torch.cat(vectors)]
 
 
 # --- ResNet-152 -------------------------------------------------------------------------------------------------------
@@ -265,10 +263,6 @@ def _fused_norm_act(channels: int) -> nn.Module:
 # --- reversible networks ----------------------------------------------------------------------------------------------
 
 
-#: Of each coupling the networks of both halves.
-Networks = list[tuple[nn.Module, nn.Module]]
-
-
 def _revnet(depth: int, device: torch.device, quick: bool) -> Subject:
     shape = QUICK_STREAMS if quick else STREAMS[device.type]
     streams = torch.randn(shape[0], 2 * shape[1], *shape[2:])
@@ -281,7 +275,7 @@ def _revnet(depth: int, device: torch.device, quick: bool) -> Subject:
             nn.BatchNorm2d(channels), nn.ReLU(), convs[0], nn.BatchNorm2d(channels), nn.ReLU(), convs[1]
         )
 
-    def networks() -> Networks:
+    def networks() -> list[tuple[nn.Module, nn.Module]]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return [(network().to(device), network().to(device)) for _ in range(depth)]
@@ -292,52 +286,8 @@ def _revnet(depth: int, device: torch.device, quick: bool) -> Subject:
             setattr(net, name, value)
         return Variant(net, lambda x: torch.cat(net(*x.chunk(2, 1)), 1))
 
-    def by(make: Callable[[Networks], Variant]) -> Callable[[], Variant]:
-        return lambda: make(networks())
-
     variants: dict[str, Callable[[], Variant]] = {BASELINE: partial(ours, checkpoint=False), "invertible": ours}
-    peers = {"memcnn": _by_memcnn, "invtorch": _by_invtorch}
-    installed = {name: make for name, make in peers.items() if importlib.util.find_spec(name) is not None}
-    variants |= {name: by(make) for name, make in installed.items()}
     return Subject(x, dy, variants, depth)
-
-
-def _by_memcnn(networks: Networks) -> Variant:
-    memcnn: Any = importlib.import_module("memcnn")
-    blocks = []
-    for f, g in networks:
-        coupling = memcnn.AdditiveCoupling(Fm=f, Gm=g)
-        blocks.append(memcnn.InvertibleModuleWrapper(coupling, keep_input=False, keep_input_inverse=False))
-    net = nn.Sequential(*blocks)
-    # It takes the memory of its input, which is the caller's here.
-    return Variant(net, lambda x: net(x.clone()))
-
-
-def _by_invtorch(networks: Networks) -> Variant:
-    inn: Any = importlib.import_module("invtorch.nn")
-
-    class Coupling(inn.Module):  # type: ignore[misc]  # it need not be installed
-        def __init__(self, f: nn.Module, g: nn.Module) -> None:
-            super().__init__()
-            self.f, self.g = f, g
-
-        def function(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
-            y1 = x1 + self.f(x2)
-            return y1, x2 + self.g(y1)
-
-        def inverse(self, y1: Tensor, y2: Tensor) -> tuple[Tensor, Tensor]:
-            x2 = y2 - self.g(y1)
-            return y1 - self.f(x2), x2
-
-    net = nn.ModuleList(Coupling(f, g) for f, g in networks)
-
-    def call(x: Tensor) -> Tensor:
-        streams = tuple(part.clone() for part in x.chunk(2, 1))
-        for block in net:
-            streams = block(*streams)
-        return torch.cat(streams, 1)
-
-    return Variant(net, call)
 
 
 # --- what came of it --------------------------------------------------------------------------------------------------
