@@ -1,8 +1,8 @@
 """``python -m bench containers``: deeper networks in the same memory.
 
 ResNet-152 as a sequence, run again as far as each variant says: all of it in ``torch.utils.checkpoint_sequential``'s
-segments, and in ours; what lies between convolutions; with batch norm and ReLU in one layer; and within budgets, which
-give a curve of time over memory. For each of torch's variants one of ours is given the same memory.
+segments, and in ours; what lies between convolutions; and with batch norm and ReLU in one layer. For each of torch's
+variants one of ours is given the same memory.
 
 And a reversible network (RevNet) of several depths: plain and invertible.
 """
@@ -30,7 +30,6 @@ from .reference import resnet
 
 BASELINE = "eager"
 TORCH_SEGMENTS = (4, 8, 16)
-BUDGETS = (0.2, 0.3, 0.4, 0.5, 0.65, 0.8)
 #: Of what eager keeps, for the variant that runs cheap operations again.
 CHEAP = 0.6
 DEFINITIONS = {
@@ -42,7 +41,6 @@ DEFINITIONS = {
     "cheap": "the same with recompute='cheap', which keeps the results of convolutions, and 0.6 of what eager keeps as "
     "its memory_budget_bytes",
     "fused": "the same as sublinear, with fl.FusedBatchNormAct2d",
-    "budget-P": "fl.SublinearSequential with P of what eager keeps as its memory_budget_bytes",
     "invertible": "fl.InvertibleSequential",
     "time": "microseconds of forward+backward: median and quartiles over interleaved rounds",
     "ratio": "median over rounds of time / eager's time in the same round, with quartiles; speed is its inverse",
@@ -71,9 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--quick", action="store_true", help="narrow networks and few rounds: to see that it works")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="for all cases together")
-    parser.add_argument(
-        "--out", type=Path, help="folder for containers.json and containers.png; a full run has a default"
-    )
+    parser.add_argument("--out", type=Path, help="folder for containers.json; a full run has a default")
 
 
 def main(options: argparse.Namespace) -> int:
@@ -92,10 +88,7 @@ def main(options: argparse.Namespace) -> int:
     result = run(todo, device, quick=options.quick, budget_seconds=options.budget, out=out)
     print("\n".join(acceptance(result)))
     if out is not None:
-        from .curve import draw  # here, because it needs matplotlib
-
         print(f"\nwrote {out / 'containers.json'}")
-        draw(result, out / "containers.png")
     return 0
 
 
@@ -251,8 +244,6 @@ def _resnet152(device: torch.device, quick: bool) -> Subject:
     variants["sublinear"] = ours
     variants["cheap"] = partial(ours, recompute="cheap", memory_budget_bytes=int(CHEAP * kept))
     variants["fused"] = partial(ours, fused=True)
-    for part in BUDGETS:
-        variants[f"budget-{part}"] = partial(ours, memory_budget_bytes=int(part * kept))
     return Subject(x, dy, variants, depth)
 
 

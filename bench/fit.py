@@ -26,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
-from fusedlayers.utils.plotting import BLUE, GREEN, ORANGE, SKY
 
 from . import RESULTS, grid, machine, measure
 
@@ -128,7 +127,6 @@ def main(options: argparse.Namespace) -> int:
         grid.add(result, row, out)
         print("\n".join(_lines(row)), flush=True)
     if out is not None:
-        draw(result, out / f"{subject}.png")
         print(f"\nwrote {out / f'{subject}.json'}")
     return 0
 
@@ -285,33 +283,3 @@ def _lines(row: dict[str, Any]) -> Iterator[str]:
             part, ratio = variant["saved_bytes"] / row["saved_bytes"], variant["forward_backward"]["ratio"]
             cells.append(f"{name} {part:.1%} {ratio:.2f}x")
         yield f"{row['id']:<18} {entry['budget']:.1%}: {' | '.join(cells)}"
-
-
-MARKS = {
-    "fit": ("o", BLUE),
-    "checkpoint": ("^", GREEN),
-    "compile": ("D", ORANGE),
-    "fit_compiled": ("s", SKY),
-}
-
-
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Time over bytes, a panel for each case."""
-    from matplotlib.figure import Figure
-
-    cases = result["cases"]
-    figure = Figure(figsize=(4 * min(3, len(cases)), 3.4 * -(-len(cases) // 3)), layout="constrained")
-    panels = figure.subplots(-(-len(cases) // 3), min(3, len(cases)), squeeze=False)
-    for axes, case in zip(panels.flat, cases, strict=False):
-        axes.plot(100, 1, "*", color="0.3", ms=11, label="eager, or compiled")
-        for name, (marker, color) in MARKS.items():
-            found = [entry["variants"].get(name, {}) for entry in case["budgets"]]
-            points = [(v["saved_bytes"], v["forward_backward"]["ratio"]) for v in found if "forward_backward" in v]
-            if points:
-                sizes, ratios = zip(*sorted(points), strict=True)
-                shares = [100 * size / case["saved_bytes"] for size in sizes]
-                axes.plot(shares, ratios, marker=marker, color=color, label=name)
-        axes.set(title=case["id"], xlabel="% of eager's saved bytes", ylabel="time of a step", xlim=(0, 105))
-        axes.grid(alpha=0.3)
-        axes.legend(frameon=False, fontsize=7)
-    figure.savefig(path, dpi=110)

@@ -50,7 +50,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_whole_models": 0,
     },
     "test_bench_containers": {
-        "test_a_run_measures_every_variant_and_draws_them": 0,
+        "test_a_run_measures_every_variant": 0,
     },
     "test_codegen": {
         "test_every_row_prints_a_readable_function": 3,

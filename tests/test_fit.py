@@ -928,7 +928,6 @@ def test_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     small = bench.Case("small/float32", lambda: MODELS["encoder"](), "layers")
     monkeypatch.setattr(bench, "CASES", (small,))
     assert bench_main(["fit", "--quick", "--out", str(tmp_path)]) == 0
@@ -938,5 +937,4 @@ def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     ours, theirs = (entry["variants"][name]["saved_bytes"] for name in ("fit", "checkpoint"))
     assert ours <= theirs <= 0.5 * case["saved_bytes"]
     assert entry["budget"] == pytest.approx(theirs / case["saved_bytes"], abs=1e-4)
-    assert (tmp_path / "fit.png").stat().st_size > 10_000
     assert bench_main(["fit", "--only", "nothing"]) == 2
