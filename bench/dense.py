@@ -4,49 +4,18 @@ How is said in ``layers``. The layer behind it, for the bytes, is a Linear.
 """
 
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 import fusedlayers as fl
 
-from . import layers, plot, reference, shapes
+from . import conv, layers, plot, reference, shapes
 from .layers import OURS as OURS
 from .layers import VARIANTS as VARIANTS
 
-#: "At most this many times eager", forward+backward, per device kind: what the project has promised itself.
-TARGETS = {
-    "cpu": {
-        ("gelu", "float32"): 0.9,
-        ("relu", "float32"): 0.8,
-        ("tanh", "float32"): 1.05,
-        ("gelu", "bfloat16"): 1.5,
-        ("relu", "bfloat16"): 1.05,
-        ("tanh", "bfloat16"): 1.05,
-    },
-    "cuda": dict.fromkeys([(a, d) for a in ("gelu", "relu", "tanh") for d in shapes.DTYPES["cuda"]], 1.0),
-}
-OVERHEAD_TARGET_US = 15.0
-
-
-def acceptance(result: dict[str, Any]) -> list[str]:
-    """Which of the promised numbers this run meets."""
-    lines = []
-    for row, variant in layers.rows_of(result):
-        ours = variant.get("forward_backward")
-        if ours is None:
-            continue
-        target = TARGETS[result["device"]["kind"]].get((row["activation"], row["dtype"]))
-        if row["group"] == "acceptance" and target:
-            verdict = "met" if ours["ratio"] <= target else "MISSED"
-            lines.append(f"{row['id']}: {ours['ratio']:.2f}x eager, target {target}: {verdict}")
-        elif row["group"] == "call_overhead":
-            verdict = "met" if ours["over_eager_us"] <= OVERHEAD_TARGET_US else "MISSED"
-            lines.append(
-                f"{row['id']}: {ours['over_eager_us']:+.1f} us over eager, target {OVERHEAD_TARGET_US}: {verdict}"
-            )
-    return lines
+#: The two promises are those of convolutions.
+acceptance = conv.acceptance
 
 
 def _build(case: shapes.Case, device: torch.device, quick: bool) -> layers.Work:

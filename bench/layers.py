@@ -55,9 +55,6 @@ class Case(Protocol):
     def activation(self) -> str: ...
     @property
     def dtype(self) -> str: ...
-    @property
-    def host_time(self) -> bool:
-        """Whether to time with the wall clock, because the launches and not the kernels are what takes time."""
 
 
 @dataclass(frozen=True)
@@ -235,7 +232,6 @@ def measure_case(
             {name: make(function, *layer) for name, (function, _) in functions.items()},
             device,
             seconds=seconds / 2,
-            host=case.host_time,
             max_rounds=20 if quick else 200,
         )
         for name, values in times.items():

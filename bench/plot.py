@@ -45,7 +45,7 @@ class Picture:
 
 DENSE = Picture(
     title="Dense layer with activation",
-    groups=("acceptance", "model", "small"),
+    groups=("model",),
     styles={
         "compile": Style("D", ORANGE, "torch.compile"),
         "fusedlayers": Style("o", BLUE, "fusedlayers"),

@@ -39,9 +39,6 @@ MODELS = (
     Shape("ViT-B", 768, 3072, {"cpu": 2 * 197, "cuda": 64 * 197}),  # 197 tokens an image: no tile divides that
     Shape("LLaMA-7B-like", 4096, 11008, {"cpu": 128, "cuda": 2 * 2048}),
 )
-ACCEPTANCE = Shape("768 to 3072", 768, 3072, {"cpu": 4096, "cuda": 4096})
-SMALL = Shape("100x100", 100, 100, {"cpu": 100, "cuda": 100})  # NNlib.jl's benchmark of its fused layer: tanh, float32
-CALL = Shape("4x4", 4, 4, {"cpu": 4, "cuda": 4})  # no work to speak of: what is left is the call
 
 
 @dataclass(frozen=True)
@@ -58,22 +55,10 @@ class Case:
         """Group, shape, activation and dtype: ``model/bert-base/gelu/float32``."""
         return "/".join((self.group, self.shape.name.lower().replace(" ", "-"), self.activation, self.dtype))
 
-    @property
-    def host_time(self) -> bool:
-        """Whether to time with the wall clock, because the launches and not the kernels are what takes time."""
-        return self.shape in (CALL, SMALL)
-
 
 def cases(kind: str, dtypes: tuple[str, ...] = ()) -> Iterator[Case]:
     """The grid, what matters most first: a run that is cut short still has that."""
-    dtypes = dtypes or DTYPES[kind]
-    for activation in ("gelu", "relu", "tanh"):
-        yield Case("call_overhead", CALL, activation, "float32")
-    yield Case("small", SMALL, "tanh", "float32")
-    for dtype in dtypes:
-        for activation in ("gelu", "relu", "tanh"):
-            yield Case("acceptance", ACCEPTANCE, activation, dtype)
-    for dtype in dtypes:
+    for dtype in dtypes or DTYPES[kind]:
         for activation in ACTIVATIONS:
             for shape in MODELS:
                 yield Case("model", shape, activation, dtype)
@@ -102,7 +87,6 @@ class BlockCase:
     is_gated: bool
     activation: str
     dtype: str
-    host_time: bool = False
 
     @property
     def id(self) -> str:
@@ -194,7 +178,6 @@ class ConvCase:
     format: str
     activation: str
     dtype: str
-    host_time: bool = False
 
     @property
     def id(self) -> str:
