@@ -2,8 +2,7 @@
 
 Four variants share one set of random weights: the model as it is; with output-saving activations in place of its own
 (``fl.GELU``, ``fl.SiLU``), which is what the optiacts package does; after ``fl.fuse(model, inputs)``; and after
-``fl.fuse(model, inputs, save="recompute")``, where it finds whole MLPs. ``torch.compile`` of the eager model is the
-fifth, by default on GPUs only, where there is time for it.
+``fl.fuse(model, inputs, save="recompute")``, where it finds whole MLPs.
 
 Attention is PyTorch's own, without dropout: with it, on CPUs, PyTorch stores the probabilities, which are more than
 anything else. Bytes are the same in each run; what times are worth depends on who else computes, so that
@@ -32,13 +31,7 @@ from fusedlayers.memory import peak_bytes, saved_bytes
 
 from . import RESULTS, grid, machine, measure
 
-BASELINE, ACTIVATIONS, OURS, RECOMPUTE, COMPILE = VARIANTS = (
-    "eager",
-    "activations",
-    "fusedlayers",
-    "recompute",
-    "compile",
-)
+BASELINE, ACTIVATIONS, OURS, RECOMPUTE = VARIANTS = ("eager", "activations", "fusedlayers", "recompute")
 DEFINITIONS = {
     "model": "random weights, training mode, PyTorch's attention (sdpa), batch norms with weights of 1",
     "activations": "each GELU and SiLU module exchanged for one that saves its output",
@@ -61,9 +54,6 @@ _FEWEST_ROUNDS, _MOST_ROUNDS = 5, 50
 
 #: Start no case after so many seconds. On a CPU the last case, which may begin just before, takes minutes.
 BUDGET_SECONDS = {"cpu": 500.0, "cuda": 300.0}
-
-# torch.compile is left out where there is less time for each of the cases that are left.
-_COMPILE_SECONDS = 30.0
 
 # How far a variant may be from eager (norm of the difference over the norm) and still be worth measuring: no test of
 # accuracy. A stack of layers carries a difference in the last bit far: four in bfloat16 to 1.2e-2. EfficientNet-B0 in
@@ -180,17 +170,11 @@ def cases(kind: str) -> list[Case]:
     return [*wide, _BERT_16, *_AS_OPTIACTS]
 
 
-def default_variants(kind: str, quick: bool) -> list[str]:
-    return [name for name in VARIANTS if name != COMPILE or (kind == "cuda" and not quick)]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--only", metavar="REGEX", help="cases whose id matches, e.g. 'bert-base/float32/4'")
     parser.add_argument(
-        "--variants",
-        help=f"comma-separated, of {','.join(VARIANTS)} (default: all, on CPUs and with --quick not {COMPILE}); eager "
-        "is always measured",
+        "--variants", help=f"comma-separated, of {','.join(VARIANTS)} (default: all); eager is always measured"
     )
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
     parser.add_argument("--bytes-only", action="store_true", help="no times, for a machine that others use too")
@@ -210,12 +194,11 @@ def main(options: argparse.Namespace) -> int:
         known = [case.id for case in cases(device.type)]
         print(f"bench models: no case matches --only {options.only!r}; there are {known}")
         return 2
-    default = default_variants(device.type, options.quick)
-    asked = default if options.variants is None else options.variants.split(",")
+    asked = VARIANTS if options.variants is None else options.variants.split(",")
     variants = [name for name in VARIANTS if name == BASELINE or name in asked]
     out = options.out
     # A part must not replace a committed result of all: it is written only where the user says.
-    if out is None and not (options.only or options.quick or options.bytes_only or set(default) - set(variants)):
+    if out is None and not (options.only or options.quick or options.bytes_only or set(VARIANTS) - set(variants)):
         out = RESULTS / machine.slug(device, torch.get_num_threads())
     budget = BUDGET_SECONDS[device.type] if options.budget is None else options.budget
     result = run(
@@ -245,21 +228,18 @@ def run(
 ) -> dict[str, Any]:
     """Measure the cases in order, within the budget, and write ``out/models.json`` after each."""
     todo = list(todo)
-    variants = default_variants(device.type, quick) if variants is None else list(variants)
+    variants = VARIANTS if variants is None else list(variants)
     end = time.monotonic() + (BUDGET_SECONDS[device.type] if budget_seconds is None else budget_seconds)
     result = grid.begin("models", device, DEFINITIONS, quick=quick, not_run=[case.id for case in todo])
     result["versions"]["transformers"] = importlib.metadata.version("transformers")
     if timed:
         machine.warn_if_busy(result)
-    for case, left, sharing in grid.until(end, todo):
-        chosen = [name for name in variants if name != COMPILE or quick or left / sharing > _COMPILE_SECONDS]
+    for case, _, _ in grid.until(end, todo):
         try:
-            row = measure_case(case, device, chosen, end=end if timed else None, quick=quick)
+            row = measure_case(case, device, variants, end=end if timed else None, quick=quick)
         except torch.OutOfMemoryError as error:
             print(f"{case.id}: {error}", flush=True)
             continue
-        for name in variants:
-            row["variants"].setdefault(name, {"skipped": "time budget"})
         grid.add(result, row, out)
         print(_line(row), flush=True)
     return result
@@ -310,9 +290,7 @@ class Subject:
             for place in fused:
                 computed = place.activation or place.pattern
                 places[computed] = places.get(computed, 0) + len(place.modules)
-        if name == COMPILE:
-            model.compile(dynamic=False)
-        elif not places or (name == RECOMPUTE and "mlp" not in places):
+        if not places or (name == RECOMPUTE and "mlp" not in places):
             return None, places
         return Subject(model, self.inputs, self.dy), places
 
@@ -345,11 +323,7 @@ def measure_case(
             if subject is None:
                 rows[name] = {"skipped": "there is no MLP" if places else "there is nothing to change"}
                 continue
-            # The compiler draws other random numbers.
-            if name != COMPILE:
-                measure.expect_same(subject.results(), expected, _SAME[case.dtype])
-            else:
-                subject.forward_backward()
+            measure.expect_same(subject.results(), expected, _SAME[case.dtype])
             subjects[name], rows[name] = subject, {"places": places} if places else {}
         except Exception as error:
             rows[name] = grid.failed(error)

@@ -972,14 +972,14 @@ def test_models_command_line(
     monkeypatch.setattr(models, "RESULTS", tmp_path)
     assert bench_main(["models", "--device", "cpu", "--only", "no such case"]) == 2
     assert "bench models: no case matches --only 'no such case'; there are ['bert-base/" in capsys.readouterr().out
-    for arguments in ([], ["--bytes-only"], ["--only", "vit"], ["--quick"], ["--variants", "compile"]):
+    for arguments in ([], ["--bytes-only"], ["--only", "vit"], ["--quick"], ["--variants", "recompute"]):
         assert bench_main(["models", "--device", "cpu", *arguments]) == 0
     # A part, and a result without times, replace no committed one.
     assert [path is not None and path.parent == tmp_path for path, _, _ in written] == [True, *[False] * 4]
     assert [timed for _, timed, _ in written] == [True, False, True, True, True]
     assert written[0][2] == ["eager", "activations", "fusedlayers", "recompute"] and written[4][2] == [
         "eager",
-        "compile",
+        "recompute",
     ]
 
 
@@ -1009,5 +1009,4 @@ def test_models_that_are_measured_by_default(kind: str) -> None:
     ids = [case.id for case in models.cases(kind)]
     usual = "float32/4" if kind == "cpu" else "bfloat16/128"
     assert len({*ids}) == len(ids) and {f"bert-base/{usual}", f"resnet-50/{usual}"} < {*ids}
-    assert ("mistral-7b/bfloat16/1" in ids) == ("compile" in models.default_variants(kind, False)) == (kind == "cuda")
-    assert "compile" not in models.default_variants(kind, True)
+    assert ("mistral-7b/bfloat16/1" in ids) == (kind == "cuda")
