@@ -1,7 +1,7 @@
 """``python -m bench overhead``: what a call of this library costs beyond the same call of eager PyTorch.
 
 Small tensors in float32, on one thread unless another number is given: here time is Python, dispatch and autograd's
-bookkeeping, hardly arithmetic. Five groups of calls, and a yardstick:
+bookkeeping, hardly arithmetic. Groups of calls:
 
 * ``small``: outputs so small that the call should cost what eager PyTorch's costs;
 * ``fused``: 16 to 64 Ki outputs and activations that torch differentiates from one buffer too, so that nothing is
@@ -12,8 +12,7 @@ bookkeeping, hardly arithmetic. Five groups of calls, and a yardstick:
 * ``host``, with ``--fake-gpu`` alone: what the host does for calls on a GPU, on the driver that launches nothing
   (``fake_gpu.py``). Triton's launches cost nothing then but what Python does for them, a few microseconds less than
   real ones; torch's operators, in eager PyTorch too, run on a CPU, on a few numbers each. A large dense layer is
-  computed as one with ``sizes.GPU_MEDIUM_BYTES`` of results or more is: a GPU works longer on that than the host;
-* ``yardstick``: ReLU as a ``torch.autograd.Function`` that calls torch's own kernels: what any Function costs.
+  computed as one with ``sizes.GPU_MEDIUM_BYTES`` of results or more is: a GPU works longer on that than the host.
 """
 
 import argparse
@@ -29,7 +28,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import Function
 
 import fusedlayers as fl
 from fusedlayers import plan, sizes
@@ -37,15 +35,14 @@ from fusedlayers import plan, sizes
 from . import RESULTS, fake_gpu, grid, machine, measure, reference
 
 BASELINE, OURS = VARIANTS = ("eager", "fusedlayers")
-GROUPS = ("small", "fused", "folded", "norm", "region", "yardstick", "host", "host_large")
-SMALL, FUSED, FOLDED, NORM, REGION, YARDSTICK, HOST, HOST_LARGE = GROUPS
+GROUPS = ("small", "fused", "folded", "norm", "region", "host", "host_large")
+SMALL, FUSED, FOLDED, NORM, REGION, HOST, HOST_LARGE = GROUPS
 ON_FAKE_GPU = (HOST, HOST_LARGE)
 DEFINITIONS = {
     "forward_backward": "microseconds of forward and backward: median and quartiles over interleaved rounds",
     "no_grad": "the same of the forward pass under torch.no_grad",
     "ratio": "median over rounds of time / eager's time in the same round, with quartiles",
     "over_eager_us": "median over rounds of time - eager's time in the same round",
-    "yardstick": "ReLU as a torch.autograd.Function with torch's own kernels, in the place of this library",
 }
 
 #: Group -> a call meets its target if it takes at most this many times eager's time, or this many microseconds more.
@@ -154,8 +151,6 @@ def _cases() -> Iterator[Case]:
         yield Case(NORM, "layer norm", f"{width} features", sizes.LAYER_NORM_BYTES // 4)
     for activation, elements in (("gelu", 512), *((name, 131072) for name in BETWEEN_LAYERS)):
         yield Case(REGION, "fuse", activation, elements)
-    for elements in (512, *SIZES):
-        yield Case(YARDSTICK, "function", "relu", elements)
 
 
 def run(
@@ -247,21 +242,6 @@ def acceptance(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-class ReLU(Function):
-    """``F.relu``, by the kernels that torch calls for it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        y = torch.relu(x)
-        ctx.save_for_backward(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (y,) = ctx.saved_tensors
-        return torch.ops.aten.threshold_backward(grads[0], y, 0)
-
-
 def _layer_norm(norm: Callable[..., Tensor], width: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return norm(x, (width,), weight, bias)
 
@@ -316,8 +296,6 @@ def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
         ours = partial(fl.bias_act, activation=name)
         return both(partial(reference.bias_act, function=function), ours, randn(elements // width, width), randn(width))
     x = randn(elements // 64, 64)
-    if case.operation == "function":
-        return both(F.relu, ReLU.apply, x)
     if case.operation == "module":
         return both(nn.GELU(), fl.GELU(), x)
     assert case.operation == "batch_norm"

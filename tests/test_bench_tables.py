@@ -272,7 +272,7 @@ def test_the_table_of_small_calls(tmp_path: Path) -> None:
         variants["fusedlayers"] = {mode: {"median_us": 1.0, "ratio": 1.25} for mode in ("forward_backward", "no_grad")}
         return {"group": group, "operation": "dense", "activation": "relu", "elements": elements, "variants": variants}
 
-    run = a_run([row("small", 512), row("fused", 16384), row("fused", 131072), row("yardstick", 512)])
+    run = a_run([row("small", 512), row("fused", 16384), row("fused", 131072)])
     assert table_of("overhead", run, tmp_path)[4:-1] == [
         "| dense, relu (512) | 123 us | **1.25x** | - | **1.25x** |",
         "| dense, relu (131072) | 123 us | **1.25x** | - | **1.25x** |",
