@@ -14,7 +14,7 @@ COMMANDS = {
     "norm": ("norm", "the same on convolutions with a batch norm between them and the activation"),
     "parts": ("parts", "the same on norms, gates and dropout"),
     "pointwise": ("pointwise", "bandwidth of the forward and backward kernels against a copy"),
-    "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time, exactness of gradients"),
+    "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time"),
     "models": ("models", "whole models, eager and after fuse: bytes, time"),
     "contexts": ("contexts", "what fuse frees of whole models under autocast, under hooks, and compiled: bytes"),
     "fit": ("fit", "whole models within budgets: fit, checkpoints of blocks, torch.compile's budget"),

@@ -33,7 +33,6 @@ class Picture:
     """What pictures differ in."""
 
     title: str
-    groups: tuple[str, ...]
     #: By variant; later ones are drawn over earlier ones.
     styles: Mapping[str, Style]
     #: Inches of a row.
@@ -45,7 +44,6 @@ class Picture:
 
 DENSE = Picture(
     title="Dense layer with activation",
-    groups=("model",),
     styles={
         "compile": Style("D", ORANGE, "torch.compile"),
         "fusedlayers": Style("o", BLUE, "fusedlayers"),
@@ -55,7 +53,6 @@ DENSE = Picture(
 )
 MLP = Picture(
     title="MLP blocks",
-    groups=("model", "other"),
     styles={
         "matmuls": Style("|", "0.15", "bare matmuls", is_yardstick=True),
         "compile": Style("D", ORANGE, "torch.compile"),
@@ -76,7 +73,7 @@ def draw(picture: Picture, result: dict[str, Any], path: Path) -> bool:
         print(f"no plot: matplotlib is missing (pip install matplotlib, or the 'demo' extra); {path.name} not written")
         return False
 
-    rows = [row for row in result["cases"] if row["group"] in picture.groups]
+    rows = result["cases"]
     dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
     if not rows:
         print(f"no plot: this run has no case to draw; {path.name} not written")

@@ -41,7 +41,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_bench": {
         "test_as_many_layers_as_fit": 0,
         "test_custom_command_line": 0,
-        "test_custom_counts_what_each_activation_keeps": 0,
         "test_custom_records_what_fails": 0,
         "test_overhead_command_line": 0,
         "test_overhead_results_have_everything_a_reader_needs": 0,

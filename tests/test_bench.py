@@ -437,7 +437,7 @@ def test_a_quick_run_is_of_the_models_own_layers_without_the_compiler(monkeypatc
 # --- mlp --------------------------------------------------------------------------------------------------------------
 
 #: Hidden buffers that eager PyTorch keeps of a block.
-EAGER_BUFFERS = {(False, "gelu"): 2, (False, "relu"): 1, (False, "tanh"): 1, (True, "silu"): 4, (True, "gelu"): 4}
+EAGER_BUFFERS = {(False, "gelu"): 2, (True, "silu"): 4, (True, "gelu"): 4}
 
 
 @pytest.mark.parametrize("dtype", shapes.DTYPES["cpu"])
@@ -580,73 +580,59 @@ def custom_run(*ids: str, **options: Any) -> dict[str, Any]:
 
 
 def test_custom_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
-    result = custom_run("resnet18/prelu", "alone/snake", out=tmp_path)
+    result = custom_run("resnet18/prelu", "resnet18/snake", out=tmp_path)
     assert json.loads((tmp_path / "custom.json").read_text()) == result
     assert [path.name for path in tmp_path.iterdir()] == ["custom.json"]  # no leftover of the atomic write
     assert result["versions"]["torch"] == torch.__version__ and result["threads"] == torch.get_num_threads()
     assert result["device"]["name"] and result["device"]["slug"] and result["date"] and result["not_run"] == []
-    assert [row["id"] for row in result["cases"]] == ["resnet18/prelu", "alone/snake"]
+    assert [row["id"] for row in result["cases"]] == ["resnet18/prelu", "resnet18/snake"]
     for row in result["cases"]:
         eager, ours = row["variants"]["eager"], row["variants"]["fusedlayers"]
         for variant in (eager, ours):
             times = variant["forward_backward"]
-            assert 0 < times["q1_us"] <= times["median_us"] <= times["q3_us"] and times["ratio_to_relu"] > 0
+            assert 0 < times["q1_us"] <= times["median_us"] <= times["q3_us"]
             assert variant["peak_bytes"] > variant["saved_bytes"] > 0
-            assert 0 <= variant["output_error"] < 1e-4 and 0 < variant["gradient_error"] < 1e-2
+            assert 0 <= variant["output_error"] < 1e-4
         assert eager["forward_backward"]["ratio"] == 1
         assert ours["saved_bytes"] <= eager["saved_bytes"]
-    assert "forward" in eager  # of the activation alone
     assert len(custom.acceptance(result)) == 2
 
 
-def test_custom_counts_what_each_activation_keeps() -> None:
-    names = ("relu", "prelu", "swish-beta", "snake")
-    rows = custom_run(*(f"alone/{name}" for name in names))["cases"]
-    tensor_bytes = torch.Size(custom.QUICK_TENSOR).numel() * 4
-    kept = {row["activation"]: row["variants"]["eager"]["saved_bytes"] // tensor_bytes for row in rows}
-    assert kept == {"relu": 1, "prelu": 1, "swish-beta": 2, "snake": 4}
-    assert rows[0]["variants"]["eager"]["gradient_error"] is None  # relu has no parameter
-
-
 def test_custom_records_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*args: Any, **kwargs: Any) -> torch.Tensor:
-        raise RuntimeError("out of luck\nwith a second line")
+    class Broken(BatchNormAct):  # type: ignore[misc, valid-type]  # loaded by its path
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("out of luck\nwith a second line")
 
-    monkeypatch.setattr(custom.fl, "bias_act", broken)
-    result = custom_run("alone/snake")
+    class Wrong(BatchNormAct):  # type: ignore[misc, valid-type]  # loaded by its path
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).square()  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(custom.fl, "FusedBatchNormAct2d", Broken)
+    result = custom_run("resnet18/snake")
     (row,) = result["cases"]
     assert row["variants"]["fusedlayers"] == {"error": "RuntimeError: out of luck"}
     assert row["variants"]["eager"]["forward_backward"]["ratio"] == 1
-    assert custom.acceptance(result) == ["alone/snake: MISSED: RuntimeError: out of luck"]
+    assert custom.acceptance(result) == ["resnet18/snake: MISSED: RuntimeError: out of luck"]
 
-    monkeypatch.setattr(custom.fl, "bias_act", lambda z, bias, activation, dim: activation(z) * 1.1)
-    (row,) = custom_run("alone/snake")["cases"]
-    assert row["variants"]["fusedlayers"]["error"].startswith("ArithmeticError: differs from float64 by 1.0e-01")
+    monkeypatch.setattr(custom.fl, "FusedBatchNormAct2d", Wrong)
+    (row,) = custom_run("resnet18/snake")["cases"]
+    assert row["variants"]["fusedlayers"]["error"].startswith("ArithmeticError: differs from float64 by ")
 
 
 def test_custom_acceptance() -> None:
-    def row(group: str, activation: str, saved: int, q1: float, error: float | None) -> dict[str, Any]:
-        eager = {"saved_bytes": 100, "gradient_error": None if error is None else 1e-5}
-        times = {"ratio": 1.0, "ratio_q1": q1}
-        ours = {"saved_bytes": saved, "forward_backward": times, "gradient_error": error}
+    def row(activation: str, saved: int, q1: float) -> dict[str, Any]:
+        ours = {"saved_bytes": saved, "forward_backward": {"ratio": 1.0, "ratio_q1": q1}}
         return {
-            "id": f"{group}/{activation}",
-            "group": group,
+            "id": f"resnet18/{activation}",
             "activation": activation,
-            "variants": {"eager": eager, "fusedlayers": ours},
+            "variants": {"eager": {"saved_bytes": 100}, "fusedlayers": ours},
         }
 
-    cases = [
-        row("resnet18", "relu", 100, 1.0, 1.0),
-        row("resnet18", "a", 111, 1.0, 1.0),
-        row("alone", "a", 50, 1.01, 3e-5),
-        row("alone", "a", 100, 0.9, None),
-    ]
+    cases = [row("relu", 100, 1.0), row("a", 111, 1.0), row("a", 50, 1.01)]
     assert custom.acceptance({"cases": cases}) == [
         "resnet18/relu: 1.00x eager's bytes: met, 1.00x its time: met, 1.00x ReLU's bytes: met",
         "resnet18/a: 1.11x eager's bytes: MISSED, 1.00x its time: met, 1.11x ReLU's bytes: MISSED",
-        "alone/a: 0.50x eager's bytes: met, 1.00x its time: MISSED, gradient error 3.0e-05: MISSED",
-        "alone/a: 1.00x eager's bytes: met, 1.00x its time: met",
+        "resnet18/a: 0.50x eager's bytes: met, 1.00x its time: MISSED, 0.50x ReLU's bytes: met",
     ]
 
 
@@ -656,11 +642,11 @@ def test_custom_command_line(
     monkeypatch.setattr(custom, "RESULTS", tmp_path / "results")
     assert bench_main(["custom", "--device", "cpu", "--only", "no such case"]) == 2
     assert "no case matches --only 'no such case'; there are ['resnet18/relu'" in capsys.readouterr().out
-    arguments = ["custom", "--device", "cpu", "--only", "alone/relu", "--quick"]
+    arguments = ["custom", "--device", "cpu", "--only", "resnet18/relu", "--quick"]
     assert bench_main(arguments) == 0 and list(tmp_path.iterdir()) == []  # a part replaces no committed result
     assert bench_main([*arguments, "--budget", "0", "--out", str(tmp_path)]) == 0 and list(tmp_path.iterdir()) == []
     assert bench_main([*arguments, "--out", str(tmp_path)]) == 0
-    assert "alone/relu: 1.00x eager's bytes: met" in capsys.readouterr().out
+    assert "resnet18/relu: 1.00x eager's bytes: met" in capsys.readouterr().out
     assert json.loads((tmp_path / "custom.json").read_text())["quick"] is True
 
 
@@ -690,11 +676,10 @@ def test_deep_resnets_have_as_many_parameters_as_published_ones(depth: int, coun
 
 def test_both_variants_of_the_network_begin_alike() -> None:
     state = torch.get_rng_state()
-    eager, ours = (custom._subject(custom.Case("resnet18", "snake"), name, CPU, quick=True) for name in custom.VARIANTS)
+    eager, ours = (custom._subject(custom.Case("snake"), name, CPU, quick=True) for name in custom.VARIANTS)
     assert torch.equal(torch.get_rng_state(), state)
     pairs = list(zip(eager.module.parameters(), ours.module.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in pairs) and torch.equal(eager.x, ours.x)
-    assert len(eager.parameters()) == 17  # an alpha for each activation
     torch.testing.assert_close(eager.forward(), ours.forward())
 
 
