@@ -21,7 +21,7 @@ from reference import relative
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import plan
+from fusedlayers import block_plan, call, norm_plan
 from fusedlayers.activations import resolve
 from fusedlayers.backends import cpu
 from fusedlayers.backends.cpu import build, elementwise, loops
@@ -37,7 +37,8 @@ def _forget() -> None:
         for cached in vars(module).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
-    plan.forget_plans()
+    for plans in (call._plans, block_plan._plans, norm_plan._plans):
+        plans.clear()
 
 
 @pytest.fixture
@@ -188,7 +189,8 @@ def _forget_plans() -> None:
     """And kernels, so that the next call asks again for the library."""
     for cached in (elementwise.forward_kernel, elementwise.gradient_kernel, elementwise.gate_kernel):
         cached.cache_clear()
-    plan.forget_plans()
+    for plans in (call._plans, block_plan._plans, norm_plan._plans):
+        plans.clear()
 
 
 def _check_layers(reason: str) -> None:
