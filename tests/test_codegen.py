@@ -177,12 +177,10 @@ OPERATIONS: dict[str, Function] = {
     "copysign": lambda z: torch.copysign(torch.exp(z), z) + torch.copysign(z, -2.0),
     "cos": torch.cos,
     "cosh": torch.cosh,
-    "digamma": torch.digamma,
     "div": lambda z: z / (1 + z * z),
     "eq": lambda z: (z == 1.5).to(torch.float32),
     "erf": torch.erf,
     "erfc": torch.erfc,
-    "erfinv": torch.erfinv,
     "exp": torch.exp,
     "exp2": torch.exp2,
     "expm1": torch.expm1,
@@ -193,11 +191,9 @@ OPERATIONS: dict[str, Function] = {
     "ge": lambda z: (z >= 1.5).to(torch.float32),
     "gt": lambda z: (z > 1.5).to(torch.float32),
     "hypot": lambda z: torch.hypot(z, torch.full_like(z, -3.0)) + torch.hypot(torch.exp(z), z),
-    "i0": torch.i0,
     "isinf": lambda z: torch.where(torch.isinf(z), 7.0, z),
     "isnan": lambda z: torch.where(torch.isnan(z), 7.0, z),
     "le": lambda z: (z <= 1.5).to(torch.float32),
-    "lgamma": torch.lgamma,
     "log": torch.log,
     "log10": torch.log10,
     "log1p": torch.log1p,
@@ -208,7 +204,6 @@ OPERATIONS: dict[str, Function] = {
     "mul": lambda z: z * 0.3,
     "ne": lambda z: (z != 1.5).to(torch.float32),
     "neg": torch.neg,
-    "polygamma": lambda z: torch.polygamma(2, torch.exp(-z * z) + 0.5),
     "pow": lambda z: torch.where(z > 0, z**2.7 + 2.5**z, z**3 + z**-2 + z**5 + (-3.0) ** torch.round(z)),
     "reciprocal": torch.reciprocal,
     "remainder": lambda z: torch.remainder(z, 0.7) + torch.remainder(5.0, z),
@@ -220,11 +215,6 @@ OPERATIONS: dict[str, Function] = {
     "sin": torch.sin,
     "sinh": torch.sinh,
     "softshrink_backward": lambda z: torch.ops.aten.softshrink_backward(torch.exp(z), z, 1.5),
-    "special_erfcx": torch.special.erfcx,
-    "special_i0e": torch.special.i0e,
-    "special_i1": torch.special.i1,
-    "special_i1e": torch.special.i1e,
-    "special_ndtri": torch.special.ndtri,
     "sqrt": torch.sqrt,
     "sub": lambda z: 0.3 - z,
     "tan": torch.tan,
@@ -258,16 +248,6 @@ def test_every_operation_has_a_case() -> None:
     assert set(OPERATIONS) == set(codegen._TEMPLATES)
 
 
-def lgamma_on_gpus(x: Tensor) -> Tensor:
-    """How far a GPU may be off where the terms of lgamma cancel. lgamma(-a) is -log(s), with s = |sin(pi a)| / pi, less
-    lgamma(1 + a), which is (a - 1/2) (log(a) - 1) + log(a) and small terms. A GPU's logarithms err by a unit, and s by
-    three: its sine by two, and the product by one."""
-    a = x.double().abs()
-    sine = torch.sin(math.pi * (a - a.round())).abs() / math.pi
-    units = torch.where(x < 0, 3 + sine.log().abs() + (a + 0.5) * torch.log1p(a), 0.0)
-    return 2 * UNIT * units.nan_to_num(0.0, 0.0, 0.0)
-
-
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_operations_compute_what_atens_do(name: str) -> None:
     function = OPERATIONS[name]
@@ -276,11 +256,7 @@ def test_operations_compute_what_atens_do(name: str) -> None:
     x = torch.cat([torch.linspace(-6, 6, 2001), torch.tensor([1.5, -1.5, 0.0, -0.0, 1e-30, -1e-30, inf, -inf])])
     if name not in ("sign", "softshrink_backward"):  # which torch's own kernels take for 0, or for the gradient
         x = torch.cat([x, torch.tensor([float("nan")])])
-    # torch's own float32 errs by more near the roots of these.
-    expected = function(x.double()).float() if name in ("digamma", "lgamma", "polygamma") else function(x)
-    y = apply(printed(function), x)
-    if name == "lgamma" and not INTERPRETED:
-        y = torch.where((y.double() - expected.double()).abs() <= lgamma_on_gpus(x), expected, y)
+    y, expected = apply(printed(function), x), function(x)
     torch.testing.assert_close(y, expected, rtol=2e-6, atol=4e-7, equal_nan=True)
 
 
@@ -321,8 +297,6 @@ COMPOSED: dict[str, Function] = {
     "double power": lambda z: torch.float_power(z, 3).float() + torch.float_power(z.abs(), 2.5).float(),
     "elu": lambda z: F.elu(z, 1.3),
     "entr": torch.special.entr,
-    "erfcx": torch.special.erfcx,
-    "erfinv of tanh": lambda z: torch.erfinv(0.9 * torch.tanh(z)),
     "expit": torch.special.expit,
     "floor_divide": lambda z: torch.floor_divide(z, 0.7) + 3.0 // z,
     "frac": torch.frac,
@@ -343,7 +317,6 @@ COMPOSED: dict[str, Function] = {
     "ldexp": lambda z: torch.ldexp(z, torch.full_like(z, 3, dtype=torch.int32)),
     "leaky_relu": F.leaky_relu,
     "lerp": lambda z: torch.lerp(z, torch.sin(z), 0.3) + torch.lerp(z, torch.sin(z), torch.sigmoid(z)),
-    "log_ndtr": torch.special.log_ndtr,
     "logaddexp": lambda z: torch.logaddexp(z, 1 - z),
     "logaddexp2": lambda z: torch.logaddexp2(z, 1 - z),
     "logical": lambda z: torch.where(torch.logical_xor(z > 0, z < 1), z, torch.logical_and(z, z - 1) * 0.5),
@@ -357,7 +330,6 @@ COMPOSED: dict[str, Function] = {
     "nan_to_num": lambda z: torch.nan_to_num(z, 1.0, 2.0, -3.0),
     "ndtr": torch.special.ndtr,
     "not": lambda z: torch.where(torch.logical_not(torch.relu(z)), z, torch.logical_or(z, z) * 0.5),
-    "polygamma 0": lambda z: torch.polygamma(0, z),
     "positive": torch.positive,
     "power of itself": lambda z: z.abs() ** torch.sin(z),
     "powers of a number": lambda z: 2**z + 0.5**z + 0.0**z,
@@ -407,7 +379,7 @@ def test_functions_of_torch_and_their_derivatives(name: str, role: str) -> None:
             pytest.skip("has no derivative")
         function = derivative(function)
     x = torch.linspace(-5.993, 6.01, 1999)
-    if name in ("ndtri", "special_ndtri", "logit", "acos", "asin", "atanh", "erfinv"):
+    if name in ("logit", "acos", "asin", "atanh"):
         x = torch.linspace(-1.1, 1.1, 1999)
     y, torchs = apply(printed(function), x).double(), function(x).double()
     exact = torchs if name.startswith("bitwise") else function(x.double()).double()
@@ -423,10 +395,10 @@ def test_functions_of_torch_and_their_derivatives(name: str, role: str) -> None:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda z: torch.lgamma(z.double()).float(), "lgamma in torch.float64 has no"),
+        (torch.lgamma, "lgamma has no"),
         (lambda z: torch.pow(z.int(), 3).float(), "pow in torch.int32 has no"),
         (lambda z: (z.int() // 3).float(), "a rounded division of integers"),
-        (lambda z: torch.polygamma(13, z), "polygamma of order 13 has no"),
+        (lambda z: torch.polygamma(2, z), "polygamma has no"),
         (lambda z: torch.complex(z, z).abs(), "complex"),
         (lambda z: torch.nextafter(z, torch.ones_like(z)), "nextafter has no"),
         (lambda z: torch.special.zeta(torch.full_like(z, 2.0), z), "special_zeta has no"),
@@ -434,7 +406,7 @@ def test_functions_of_torch_and_their_derivatives(name: str, role: str) -> None:
         (lambda z: torch.frexp(z)[0], "frexp is not pointwise"),
         (lambda z: F.rrelu(z, training=True), "rrelu_with_noise"),
     ],
-    ids=["double", "int power", "int division", "order", "complex", "nextafter", "zeta", "j0", "frexp", "rrelu"],
+    ids=["lgamma", "int power", "int division", "polygamma", "complex", "nextafter", "zeta", "j0", "frexp", "rrelu"],
 )
 def test_what_stays_unsupported_is_refused_by_name(function: Function, message: str) -> None:
     with pytest.raises(NotPointwise, match=message):
@@ -485,84 +457,53 @@ def _magnitudes(low: float, high: float) -> Tensor:
 TINY, HUGE = 1e-44, 3.4e38
 BELOW_1 = 1 - 2.0**-24
 
-#: By name: a function, the magnitudes of negative and positive arguments for which it is checked, and the error that is
-#: allowed beyond rounding, for functions with roots where terms cancel. Else it is that of the smallest subnormals.
-ACCURATE: dict[str, tuple[Function, tuple[float, float] | None, tuple[float, float], float]] = {
-    "acos": (torch.acos, (TINY, 1.0), (TINY, 1.0), 0.0),
-    "acosh": (torch.acosh, None, (1.0, HUGE), 0.0),
-    "asin": (torch.asin, (TINY, 1.0), (TINY, 1.0), 0.0),
-    "asinh": (torch.asinh, (TINY, HUGE), (TINY, HUGE), 0.0),
-    "atan": (torch.atan, (TINY, HUGE), (TINY, HUGE), 0.0),
-    "atan2 above": (lambda z: torch.atan2(z, torch.full_like(z, 0.75)), (TINY, HUGE), (TINY, HUGE), 0.0),
-    "atan2 around": (lambda z: torch.atan2(torch.full_like(z, -0.75), z), (1e-6, HUGE), (1e-6, 1e37), 0.0),
-    "atanh": (torch.atanh, (TINY, BELOW_1), (TINY, BELOW_1), 0.0),
-    "cosh": (torch.cosh, (TINY, 89.4), (TINY, 89.4), 0.0),
-    "digamma": (torch.digamma, (TINY, 90.0), (TINY, HUGE), 4e-7),
-    "erfc": (torch.special.erfc, (1e-30, 20.0), (1e-30, 10.05), 0.0),
-    "erfcx": (torch.special.erfcx, (TINY, 9.38), (TINY, 1e37), 0.0),
-    "erfinv": (torch.erfinv, (TINY, BELOW_1), (TINY, BELOW_1), 0.0),
-    "expm1": (torch.expm1, (TINY, HUGE), (TINY, 88.7), 0.0),
-    "hypot": (lambda z: torch.hypot(z, torch.full_like(z, 3.0)), (TINY, HUGE), (TINY, HUGE), 0.0),
-    "i0": (torch.i0, (TINY, 91.9), (TINY, 91.9), 0.0),
-    "i0e": (torch.special.i0e, (TINY, HUGE), (TINY, HUGE), 0.0),
-    "i1": (torch.special.i1, (1e-36, 91.9), (1e-36, 91.9), 0.0),
-    "i1e": (torch.special.i1e, (1e-36, HUGE), (1e-36, HUGE), 0.0),
-    "lgamma": (torch.lgamma, (TINY, 30.0), (TINY, 4e36), 4e-7),
-    "log1p": (torch.log1p, (TINY, 1 - 2.0**-23), (TINY, HUGE), 0.0),
-    "log10": (torch.log10, None, (TINY, HUGE), 0.0),
-    "ndtri": (torch.special.ndtri, None, (TINY, BELOW_1), 0.0),
-    "sinh": (torch.sinh, (TINY, 89.4), (TINY, 89.4), 0.0),
-    "tan": (torch.tan, (1e-36, 1e4), (1e-36, 1e4), 0.0),
-    "tanh": (torch.tanh, (TINY, HUGE), (TINY, HUGE), 0.0),
-    # For polygamma torch's float64 is the truth for positive arguments; negative ones are checked by their recurrence.
-    **{f"polygamma {n}": (lambda z, n=n: torch.polygamma(n, z), None, (1e-2, 1e3), 0.0) for n in (1, 2, 3, 5, 12)},
-    **{f"power {p}": (lambda z, p=p: z**p, None, (TINY, HUGE), 0.0) for p in (-1.75, 0.125, 1.5, 2.75, 100.5)},
-    **{f"power {p}": (lambda z, p=p: z**p, (TINY, HUGE), (TINY, HUGE), 0.0) for p in (-101, 1, 4, 5, 17)},
-    **{f"{b} to a power": (lambda z, b=b: b**z, (TINY, 500.0), (TINY, 500.0), 0.0) for b in (0.5, 1.125, 2.0, 10.0)},
+#: By name: a function, and the magnitudes of negative and positive arguments for which it is checked.
+ACCURATE: dict[str, tuple[Function, tuple[float, float] | None, tuple[float, float]]] = {
+    "acos": (torch.acos, (TINY, 1.0), (TINY, 1.0)),
+    "acosh": (torch.acosh, None, (1.0, HUGE)),
+    "asin": (torch.asin, (TINY, 1.0), (TINY, 1.0)),
+    "asinh": (torch.asinh, (TINY, HUGE), (TINY, HUGE)),
+    "atan": (torch.atan, (TINY, HUGE), (TINY, HUGE)),
+    "atan2 above": (lambda z: torch.atan2(z, torch.full_like(z, 0.75)), (TINY, HUGE), (TINY, HUGE)),
+    "atan2 around": (lambda z: torch.atan2(torch.full_like(z, -0.75), z), (1e-6, HUGE), (1e-6, 1e37)),
+    "atanh": (torch.atanh, (TINY, BELOW_1), (TINY, BELOW_1)),
+    "cosh": (torch.cosh, (TINY, 89.4), (TINY, 89.4)),
+    "erfc": (torch.special.erfc, (1e-30, 20.0), (1e-30, 10.05)),
+    "expm1": (torch.expm1, (TINY, HUGE), (TINY, 88.7)),
+    "hypot": (lambda z: torch.hypot(z, torch.full_like(z, 3.0)), (TINY, HUGE), (TINY, HUGE)),
+    "log1p": (torch.log1p, (TINY, 1 - 2.0**-23), (TINY, HUGE)),
+    "log10": (torch.log10, None, (TINY, HUGE)),
+    "sinh": (torch.sinh, (TINY, 89.4), (TINY, 89.4)),
+    "tan": (torch.tan, (1e-36, 1e4), (1e-36, 1e4)),
+    "tanh": (torch.tanh, (TINY, HUGE), (TINY, HUGE)),
+    **{f"power {p}": (lambda z, p=p: z**p, None, (TINY, HUGE)) for p in (-1.75, 0.125, 1.5, 2.75, 100.5)},
+    **{f"power {p}": (lambda z, p=p: z**p, (TINY, HUGE), (TINY, HUGE)) for p in (-101, 1, 4, 5, 17)},
+    **{f"{b} to a power": (lambda z, b=b: b**z, (TINY, 500.0), (TINY, 500.0)) for b in (0.5, 1.125, 2.0, 10.0)},
 }
 
 
 @pytest.mark.parametrize("name", ACCURATE)
 def test_functions_are_accurate_everywhere(name: str) -> None:
-    function, negative, positive, absolute = ACCURATE[name]
+    function, negative, positive = ACCURATE[name]
     x = _magnitudes(*positive) if negative is None else torch.cat([-_magnitudes(*negative), _magnitudes(*positive)])
-    if name == "digamma" and not INTERPRETED:
-        x = without_subnormals(x)  # its reflection divides by their sine, which is 0 on a GPU (ftz)
     y = apply(printed(function), x).double()
     z = x.double().requires_grad_()
     truth = function(z)
     (slope,) = torch.autograd.grad(truth.sum(), z)
     truth = truth.detach()
     # Eight units of the result, what one unit of the argument changes, and one of the smallest subnormals.
-    allowed = 16 * UNIT * truth.abs() + 2 * UNIT * (x * slope).nan_to_num().abs() + 2.0**-149 + absolute
+    allowed = 16 * UNIT * truth.abs() + 2 * UNIT * (x * slope).nan_to_num().abs() + 2.0**-149
     overflows = truth.float().isinf() | (y.isinf() & (truth.abs() > 0.99999 * torch.finfo(torch.float32).max))
     assert bool((((y - truth).abs() <= allowed) | (overflows & (y.sign() == truth.sign()))).all())
 
 
-@pytest.mark.parametrize("name", ["acos", "asin", "atan", "i0e", "lgamma", "digamma", "ndtri", "erfinv"])
+@pytest.mark.parametrize("name", ["acos", "asin", "atan"])
 def test_pieces_join(name: str) -> None:
     # Every float32 number from 3/32 to 5/2 in which the first bits vary: where they meet, and all else.
-    function, _, _, absolute = ACCURATE[name]
+    function, _, _ = ACCURATE[name]
     x = torch.linspace(0.09375, min(2.6, 2.6 if ACCURATE[name][2][1] > 2 else BELOW_1), 200_001)
     truth = function(x.double())
-    assert bool(((apply(printed(function), x) - truth).abs() <= 24 * UNIT * truth.abs() + max(absolute, 2e-7)).all())
-
-
-@pytest.mark.parametrize("order", [1, 2, 3, 6])
-def test_polygamma_of_negative_arguments(order: int) -> None:
-    # torch's own loses digits there: n = 1 is reflected with float32's pi, and the sums of the others start far out.
-    # polygamma(n, x + 1) = polygamma(n, x) + (-1)^n n! / x^(n + 1).
-    x = torch.linspace(-8.9, 0.0, 10_007)[:-1]
-    z = x.double()
-    truth, scale = torch.polygamma(order, z + 9), torch.zeros_like(z)
-    for step in range(9):
-        term = (-1) ** order * math.factorial(order) / (z + step) ** (order + 1)
-        truth, scale = truth - term, scale + term.abs() * (1 + 4 * (z.abs() + 1) / (z + step).abs())
-    y = apply(printed(lambda z: torch.polygamma(order, z)), x)
-    pole = truth.float().isinf()
-    assert bool((((y - truth).abs() <= 4 * (order + 3) * UNIT * (scale + truth.abs())) | pole).all())
-    poles = apply(printed(lambda z: torch.polygamma(order, z)), torch.tensor([0.0, -0.0, -1.0, -2.0, -1e30]))
-    assert poles.tolist() == [math.inf if order % 2 else -math.inf] * 5
+    assert bool(((apply(printed(function), x) - truth).abs() <= 24 * UNIT * truth.abs() + 2e-7).all())
 
 
 EDGES = torch.tensor(
@@ -583,8 +524,6 @@ def test_functions_at_the_edges(name: str) -> None:
     x = EDGES
     if name == "log1p":
         x = x[x != -1.5]
-    if "polygamma" in name:  # torch's is NaN at infinity, and see above
-        x = x[x.isnan() | ((x >= 0) & x.isfinite())]
     if name in ("sign", "softshrink_backward"):
         x = x[~x.isnan()]
     if name in ("fmod", "remainder"):  # where torch's give NaN on a CPU
@@ -594,8 +533,7 @@ def test_functions_at_the_edges(name: str) -> None:
     y, expected = apply(printed(function), x), function(x)
     torch.testing.assert_close(y, expected, rtol=4e-6, atol=2e-7, equal_nan=True)
     zero = (x == 0) & (expected == 0)
-    if "i1" not in name:  # torch's i1 is not odd at -0
-        assert torch.equal(torch.signbit(y[zero]), torch.signbit(expected[zero]))
+    assert torch.equal(torch.signbit(y[zero]), torch.signbit(expected[zero]))
 
 
 POWER_EDGES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 16777215.0, 16777216.0, 1e30, math.inf]
@@ -648,12 +586,6 @@ def test_an_impossible_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(fitted.POLYNOMIALS, "_STEP", fitted.Target(torch.sign, -1.0, 1.0))
     with pytest.raises(AssertionError, match="_STEP: no polynomial up to degree"):
         fitted.shortest("_STEP")
-
-
-def test_series_coefficients() -> None:
-    assert [str(fitted.bernoulli(2 * k)) for k in range(1, 7)] == ["1/6", "-1/30", "1/42", "-1/30", "5/66", "-691/2730"]
-    # cot' = -1 - cot^2, cot'' = 2 cot + 2 cot^3.
-    assert fitted.cotangent_derivative(1) == [-1, 0, -1] and fitted.cotangent_derivative(2) == [0, 2, 0, 2]
 
 
 def test_gelu_falls_to_zero_without_cancelling() -> None:

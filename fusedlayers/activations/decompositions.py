@@ -76,10 +76,9 @@ _PROMOTED = {
     ),
     "INT_TO_FLOAT": (
         aten.acos, aten.acosh, aten.asin, aten.asinh, aten.atan, aten.atan2, aten.atanh, aten.cos, aten.cosh,
-        aten.digamma, aten.div, aten.erf, aten.erfc, aten.erfinv, aten.exp, aten.exp2, aten.expm1, aten.i0, aten.lgamma,
+        aten.div, aten.erf, aten.erfc, aten.exp, aten.exp2, aten.expm1,
         aten.log, aten.log10, aten.log1p, aten.log2, aten.reciprocal, aten.rsqrt, aten.sigmoid, aten.sin, aten.sinh,
-        aten.special_erfcx, aten.special_i0e, aten.special_i1, aten.special_i1e, aten.special_ndtri, aten.sqrt,
-        aten.tan, aten.tanh,
+        aten.sqrt, aten.tan, aten.tanh,
     ),
 }  # fmt: skip
 
@@ -222,7 +221,6 @@ _OWN: Table = {
     aten.logical_or.default: lambda x, y: _truth(x) | _truth(y),
     aten.logical_xor.default: lambda x, y: _truth(x) ^ _truth(y),
     aten.logit_backward.default: _logit_backward,
-    aten.polygamma.default: lambda n, x: torch.digamma(x) if n == 0 else NotImplemented,
     aten.round.decimals: _round_decimals,
     aten.rrelu_with_noise.default: _rrelu,
     aten.rrelu_with_noise_backward.default: _rrelu_backward,

@@ -6,7 +6,7 @@ pointwise operations (``activations/tracing.py``), one line each. The other tens
 operands, lie in one buffer (``pack``); the printed functions load them, so that all kernels take the same arguments.
 
 Functions that Triton lacks are written in its own operations in ``device.py`` (elementary functions) and ``special.py``
-(error, gamma, Bessel), from polynomials that ``fitted.py`` makes when they are first needed.
+(the error function), from polynomials that ``fitted.py`` makes when they are first needed.
 
 Cost: one trace and one compilation for each activation, role and dtype. Limits: pointwise functions of the operations
 in ``_TEMPLATES``; all others are left to torch operations, and a warning says so.
@@ -57,12 +57,10 @@ _TEMPLATES = {
     "copysign": "_copysign({0}, {1})",
     "cos": "tl.cos({0})",
     "cosh": "_cosh({0})",
-    "digamma": "_digamma({0}, _DIGAMMA_FAR)",
     "div": "{0} / {1}",
     "eq": "{0} == {1}",
     "erf": "tl.erf({0})",
     "erfc": "_erfc({0}, _ERFC_FAR, _ERFC_NEAR)",
-    "erfinv": "_erfinv({0}, _ERFINV_NEAR, _ERFINV_FAR)",
     "exp": "tl.exp({0})",
     "exp2": "tl.exp2({0})",
     "expm1": "_expm1({0})",
@@ -73,11 +71,9 @@ _TEMPLATES = {
     "ge": "{0} >= {1}",
     "gt": "{0} > {1}",
     "hypot": "_hypot({0}, {1})",
-    "i0": "_i0({0}, _I0E)",
     "isinf": 'tl.abs({0}) == float("inf")',
     "isnan": "{0} != {0}",
     "le": "{0} <= {1}",
-    "lgamma": "_lgamma({0}, _LGAMMA_NEAR, _LGAMMA_FAR)",
     "log": "tl.log({0})",
     "log10": "tl.log({0}) * 0.4342944819032518",
     "log1p": "_log1p({0})",
@@ -88,7 +84,6 @@ _TEMPLATES = {
     "mul": "{0} * {1}",
     "ne": "{0} != {1}",
     "neg": "{0} * -1.0",  # Triton 3.6 subtracts from 0, whose result at 0 is 0 and not -0
-    "polygamma": "_polygamma_{0}({1})",
     "pow": "_pow({0}, {1}, _LOG, _EXP2)",
     "reciprocal": "1.0 / {0}",
     "remainder": "_remainder({0}, {1})",
@@ -100,11 +95,6 @@ _TEMPLATES = {
     "sin": "tl.sin({0})",
     "sinh": "_sinh({0})",
     "softshrink_backward": "tl.where(tl.abs({1}) <= {2}, 0.0, {0})",
-    "special_erfcx": "_erfcx({0}, _ERFCX)",
-    "special_i0e": "_i0e({0}, _I0E)",
-    "special_i1": "_i1({0}, _I1E)",
-    "special_i1e": "_i1e({0}, _I1E)",
-    "special_ndtri": "_ndtri({0}, _ERFINV_NEAR, _ERFINV_FAR, _NDTRI_TAIL)",
     "sqrt": "tl.sqrt({0})",
     "sub": "{0} - {1}",
     "tan": "_tan({0})",
@@ -322,7 +312,7 @@ def _expression(operation: TracedOperation, inlined: Mapping[str, str]) -> str:
         bitcast = ", bitcast=True" if operation.op == "bitcast" else ""
         return f"{arguments[0]}.to({_TYPES[operation.dtype]}{bitcast})"
     template = _template(operation)
-    if template.startswith("_") and operation.op != "polygamma":  # their numbers are float32's
+    if template.startswith("_"):  # their numbers are float32's
         arguments = [
             f"{a}.0" if type(given) is int else a for a, given in zip(arguments, operation.arguments, strict=True)
         ]
@@ -337,8 +327,6 @@ def _template(operation: TracedOperation) -> str:
     if op == "pow" and dtype.is_floating_point:
         # As torch computes them.
         template = _POWERS.get(operation.arguments[1], template)
-    if op == "polygamma" and not 1 <= int(operation.arguments[0]) <= fitted.HIGHEST_ORDER:
-        raise NotPointwise(f"polygamma of order {operation.arguments[0]} has no Triton counterpart here")
     if dtype is torch.bool:
         return {"add": "{0} | {1}", "mul": "{0} & {1}"}.get(op, template)
     if dtype is torch.float64 and template.startswith("_"):
@@ -385,5 +373,4 @@ _OWN = re.compile(r"(?<![\w.])_\w+")
 
 @functools.cache
 def _fitted(name: str) -> Any:
-    order = name.removeprefix("_polygamma_")
-    return compile_function(fitted.polygamma_source(int(order)) if order.isdigit() else fitted.polynomial_source(name))
+    return compile_function(fitted.polynomial_source(name))
