@@ -119,15 +119,6 @@ _POWERS: dict[Any, str] = {
     3: "{0} * {0} * {0}",
 }
 
-#: Our own functions that are as accurate in float64 as they are in float32.
-_IN_DOUBLE = {
-    **{
-        op: _TEMPLATES[op]
-        for op in ("acosh", "asinh", "atanh", "expm1", "fmax", "fmin", "log1p", "tan", "tanh", "trunc")
-    },
-    "pow": "_pow_double({0}, {1})",
-}
-
 #: What Triton does with integers as torch does.
 _OF_INTEGERS = {
     "abs",
@@ -147,7 +138,6 @@ _OF_INTEGERS = {
 }
 
 _TYPES = {
-    torch.float64: "tl.float64",
     torch.float32: "tl.float32",
     torch.float16: "tl.float16",
     torch.bfloat16: "tl.bfloat16",
@@ -329,9 +319,7 @@ def _template(operation: TracedOperation) -> str:
         template = _POWERS.get(operation.arguments[1], template)
     if dtype is torch.bool:
         return {"add": "{0} | {1}", "mul": "{0} & {1}"}.get(op, template)
-    if dtype is torch.float64 and template.startswith("_"):
-        template = _IN_DOUBLE.get(op, "")
-    elif not dtype.is_floating_point and op not in _OF_INTEGERS:
+    if not dtype.is_floating_point and op not in _OF_INTEGERS:
         template = ""
     elif not dtype.is_floating_point and op == "neg":
         template = "-{0}"

@@ -262,14 +262,6 @@ def _pow(x, p, LOG: tl.constexpr, EXP2: tl.constexpr):
 
 
 @triton.jit
-def _pow_double(x, p):
-    x = tl.where(p == p, x, x).to(tl.float64)
-    p = tl.where(x == x, p, p).to(tl.float64)
-    # log2's rounding costs ten of the 53 bits at most, far below what float32 shows.
-    return _signed_power(tl.exp2(p * tl.log2(tl.abs(x))), x, p)
-
-
-@triton.jit
 def _signed_power(power, x, p):
     # From |x|^p to x^p.
     half = 0.5 * p
