@@ -54,7 +54,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_codegen": {
         "test_every_row_prints_a_readable_function": 3,
         "test_functions_are_accurate_everywhere": 5,
-        "test_pieces_join": 2,
     },
     "test_contexts": {
         "test_compiled_by_inductor": 0,

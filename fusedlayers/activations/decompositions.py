@@ -71,14 +71,14 @@ def slow_kernels() -> Table:
 #: do.
 _PROMOTED = {
     "DEFAULT": (
-        aten.abs, aten.add, aten.ceil, aten.copysign, aten.floor, aten.fmax, aten.fmin, aten.fmod, aten.hypot,
+        aten.abs, aten.add, aten.ceil, aten.copysign, aten.floor, aten.fmax, aten.fmin, aten.fmod,
         aten.maximum, aten.minimum, aten.mul, aten.pow, aten.remainder, aten.round, aten.sign, aten.sub, aten.trunc,
     ),
     "INT_TO_FLOAT": (
-        aten.acos, aten.acosh, aten.asin, aten.asinh, aten.atan, aten.atan2, aten.atanh, aten.cos, aten.cosh,
+        aten.asinh, aten.atan, aten.atanh, aten.cos, aten.cosh,
         aten.div, aten.erf, aten.erfc, aten.exp, aten.exp2, aten.expm1,
         aten.log, aten.log10, aten.log1p, aten.log2, aten.reciprocal, aten.rsqrt, aten.sigmoid, aten.sin, aten.sinh,
-        aten.sqrt, aten.tan, aten.tanh,
+        aten.sqrt, aten.tanh,
     ),
 }  # fmt: skip
 

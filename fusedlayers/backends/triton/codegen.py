@@ -39,13 +39,9 @@ from . import device, fitted, special
 #: How each operation is written; {0}, {1}, ... are its arguments.
 _TEMPLATES = {
     "abs": "tl.abs({0})",
-    "acos": "_acos({0}, _ASIN)",
-    "acosh": "_acosh({0})",
     "add": "{0} + {1}",
-    "asin": "_asin({0}, _ASIN)",
     "asinh": "_asinh({0})",
     "atan": "_atan({0}, _ATAN)",
-    "atan2": "_atan2({0}, {1}, _ATAN)",
     "atanh": "_atanh({0})",
     "bitwise_and": "{0} & {1}",
     "bitwise_left_shift": "{0} << {1}",
@@ -67,10 +63,8 @@ _TEMPLATES = {
     "floor": "tl.floor({0})",
     "fmax": "_fmax({0}, {1})",
     "fmin": "_fmin({0}, {1})",
-    "fmod": "_fmod({0}, {1})",
     "ge": "{0} >= {1}",
     "gt": "{0} > {1}",
-    "hypot": "_hypot({0}, {1})",
     "isinf": 'tl.abs({0}) == float("inf")',
     "isnan": "{0} != {0}",
     "le": "{0} <= {1}",
@@ -86,7 +80,6 @@ _TEMPLATES = {
     "neg": "{0} * -1.0",  # Triton 3.6 subtracts from 0, whose result at 0 is 0 and not -0
     "pow": "_pow({0}, {1}, _LOG, _EXP2)",
     "reciprocal": "1.0 / {0}",
-    "remainder": "_remainder({0}, {1})",
     "round": "_round({0})",
     "rsqrt": "tl.rsqrt({0})",
     "sigmoid": "tl.sigmoid({0})",
@@ -97,7 +90,6 @@ _TEMPLATES = {
     "softshrink_backward": "tl.where(tl.abs({1}) <= {2}, 0.0, {0})",
     "sqrt": "tl.sqrt({0})",
     "sub": "{0} - {1}",
-    "tan": "_tan({0})",
     "tanh": "_tanh({0})",
     "trunc": "_trunc({0})",
     "where": "tl.where({0}, {1}, {2})",
@@ -348,7 +340,7 @@ def compile_function(text: str) -> Any:
     filename = f"<fusedlayers generated {digest}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
     functions = {**device.FUNCTIONS, **special.FUNCTIONS}
-    scope: dict[str, Any] = {"tl": tl, "PI": device.PI, "__name__": __name__}
+    scope: dict[str, Any] = {"tl": tl, "__name__": __name__}
     exec(compile(text, filename, "exec"), scope)
     scope.update((used, functions.get(used) or _fitted(used)) for used in _OWN.findall(text) if used not in scope)
     (name,) = (line.split("(")[0].removeprefix("def ") for line in text.splitlines() if line.startswith("def "))

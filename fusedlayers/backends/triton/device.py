@@ -16,8 +16,6 @@ from ...derivative.piecewise import to_float32
 #: Constants that float32 cannot hold, in two parts.
 HALF_PI = tl.constexpr(to_float32(math.pi / 2))
 HALF_PI_REST = tl.constexpr(math.pi / 2 - to_float32(math.pi / 2))
-PI = tl.constexpr(to_float32(math.pi))
-PI_REST = tl.constexpr(math.pi - to_float32(math.pi))
 LOG_2 = tl.constexpr(math.log(2))
 #: 2 / (3 ln 2), and its first 12 bits.
 LOG2_SCALE = tl.constexpr(2 / (3 * math.log(2)))
@@ -77,40 +75,6 @@ def _round(x):
     return tl.where(a < 8388608.0, _copysign((a + 8388608.0) - 8388608.0, x), x)
 
 
-@triton.jit
-def _fmod(x, y):
-    x = _block(x, y)
-    y = _block(y, x)
-    # Exact: x = +-a 2^i and y = +-b 2^j with 24-bit integers, and a 2^(i - j) mod b is taken 39 bits at a time. The
-    # exponents are at most 253 apart, which is seven steps.
-    x_bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    y_bits = y.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    i = tl.maximum(x_bits >> 23, 1)
-    j = tl.maximum(y_bits >> 23, 1)
-    remainder = tl.where(x_bits < 0x800000, x_bits, (x_bits & 0x7FFFFF) | 0x800000).to(tl.int64)
-    b = tl.where(y_bits < 0x800000, y_bits, (y_bits & 0x7FFFFF) | 0x800000).to(tl.int64)
-    b = tl.where(b == 0, 1, b)
-    shift = tl.maximum(i - j, 0)
-    remainder = remainder % b
-    for _ in tl.static_range(7):
-        step = tl.minimum(shift, 39)
-        remainder = (remainder << step.to(tl.int64)) % b
-        shift -= step
-    # 2^(j - 150) in two factors, neither of which is subnormal.
-    magnitude = remainder.to(tl.float32) * 1.1920928955078125e-07 * (j << 23).to(tl.float32, bitcast=True)
-    magnitude = tl.where(x_bits < y_bits, tl.abs(x), magnitude)
-    undefined = (x_bits >= 0x7F800000) | (y_bits > 0x7F800000) | (y_bits == 0)
-    return tl.where(undefined, float("nan"), _copysign(magnitude, x))
-
-
-@triton.jit
-def _remainder(x, y):
-    # Of y's sign, as in Python.
-    y = _block(y, x)
-    r = _fmod(x, y)
-    return tl.where((r != 0) & ((r < 0) != (y < 0)), r + y, r)
-
-
 # --- exponentials and logarithms --------------------------------------------------------------------------------------
 
 
@@ -166,29 +130,11 @@ def _asinh(x):
 
 
 @triton.jit
-def _acosh(x):
-    d = x - 1.0
-    y = tl.where(x < 4096.0, _log1p(d + tl.sqrt(d * (x + 1.0))), tl.log(x) + LOG_2)
-    return tl.where(x < 1.0, float("nan"), y)
-
-
-@triton.jit
 def _atanh(x):
     a = tl.abs(x)
     y = 0.5 * _log1p(2.0 * a / (1.0 - a))
     y = tl.where(a == 1.0, float("inf"), tl.where(a > 1.0, float("nan"), y))
     return tl.where(x < 0, -y, tl.where(x == 0, x, y))
-
-
-@triton.jit
-def _hypot(x, y):
-    a = tl.abs(_block(x, y))
-    b = tl.abs(_block(y, x))
-    high = tl.maximum(a, b, tl.PropagateNan.ALL)
-    low = tl.minimum(a, b, tl.PropagateNan.ALL)
-    ratio = tl.where(low == high, 1.0, low / high)  # 0 / 0 is none
-    length = high * tl.sqrt(1.0 + ratio * ratio)
-    return tl.where((a == float("inf")) | (b == float("inf")), float("inf"), length)
 
 
 # --- powers -----------------------------------------------------------------------------------------------------------
@@ -281,22 +227,6 @@ def _signed_power(power, x, p):
 
 
 @triton.jit
-def _atan2(y, x, ATAN: tl.constexpr):
-    y = _block(y, x)
-    x = _block(x, y)
-    a = tl.abs(x)
-    b = tl.abs(y)
-    high = tl.maximum(a, b, tl.PropagateNan.ALL)
-    low = tl.minimum(a, b, tl.PropagateNan.ALL)
-    t = tl.where(low == high, tl.where(high == 0, 0.0, 1.0), low / high)
-    square = t * t
-    angle = t + t * square * ATAN(square)
-    angle = tl.where(b > a, HALF_PI - (angle - HALF_PI_REST), angle)
-    angle = tl.where(_signbit(x), PI - (angle - PI_REST), angle)
-    return tl.where((x != x) | (y != y), float("nan"), _copysign(angle, y))
-
-
-@triton.jit
 def _atan(x, ATAN: tl.constexpr):
     a = tl.abs(x)
     steep = a > 1.0
@@ -304,34 +234,6 @@ def _atan(x, ATAN: tl.constexpr):
     square = t * t
     angle = t + t * square * ATAN(square)
     return _copysign(tl.where(steep, HALF_PI - (angle - HALF_PI_REST), angle), x)
-
-
-@triton.jit
-def _asin(x, ASIN: tl.constexpr):
-    a = tl.abs(x)
-    far = a > 0.5
-    # asin(a) = pi/2 - 2 asin(sqrt((1 - a) / 2)).
-    square = tl.where(far, 0.5 - 0.5 * a, a * a)
-    s = tl.where(far, tl.sqrt(square), a)
-    angle = s + s * square * ASIN(square)
-    angle = tl.where(far, HALF_PI - (2.0 * angle - HALF_PI_REST), angle)
-    return tl.where(x < 0, -angle, tl.where(x == 0, x, angle))
-
-
-@triton.jit
-def _acos(x, ASIN: tl.constexpr):
-    a = tl.abs(x)
-    far = a > 0.5
-    square = tl.where(far, 0.5 - 0.5 * a, a * a)
-    s = tl.where(far, tl.sqrt(square), x)
-    angle = s + s * square * ASIN(square)
-    near = HALF_PI - (angle - HALF_PI_REST)
-    return tl.where(far, tl.where(x < 0, PI - (2.0 * angle - PI_REST), 2.0 * angle), near)
-
-
-@triton.jit
-def _tan(x):
-    return tl.sin(x) / tl.cos(x)
 
 
 FUNCTIONS = {

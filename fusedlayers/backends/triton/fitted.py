@@ -55,11 +55,6 @@ def _atan_quotient(square: Tensor) -> Tensor:
     return (torch.atan(t) / t - 1) / square
 
 
-def _asin_quotient(square: Tensor) -> Tensor:
-    t = torch.sqrt(square)
-    return (torch.asin(t) / t - 1) / square
-
-
 def _atanh_quotient(square: Tensor) -> Tensor:
     t = torch.sqrt(square)
     return 3 * ((torch.atanh(t) / t - 1) / square - 1 / 3) / square
@@ -68,7 +63,6 @@ def _atanh_quotient(square: Tensor) -> Tensor:
 _NEAR = special.ERFC_NEAR.value
 
 POLYNOMIALS = {
-    "_ASIN": Target(_asin_quotient, 0.0, 0.25, 4 * NEGLIGIBLE),
     "_ATAN": Target(_atan_quotient, 0.0, 1.0),
     # t down to where erfc(x) has left float32's range.
     "_ERFC_FAR": Target(_erfcx_ratio, 1 / (1 + 10.1 / 2), 1 / (1 + _NEAR / 2), NEGLIGIBLE / 2),
