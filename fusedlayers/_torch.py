@@ -79,7 +79,6 @@ __all__ = [
     "forward_ad_level",
     "function_mode_count",
     "functorch_is_active",
-    "gpu_sleep",
     "graph_is_kept",
     "grouped_mm",
     "inductor",
@@ -234,8 +233,6 @@ CPU_FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_fo
 
 # --- devices and the profiler -----------------------------------------------------------------------------------------
 
-#: (cycles) -> None: a kernel that keeps the GPU busy.
-gpu_sleep: Callable[[int], None] = torch.cuda._sleep
 #: () -> None. Without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread that
 #: traced (pytorch#178950): called before on a thread that lasts, this makes it there.
 ensure_cuda_guard: Callable[[], None] = torch._C._ensureCUDADeviceGuardSet

@@ -559,19 +559,6 @@ def _() -> None:
     assert _torch.FLASH_ATTENTION in flop_registry and _torch.CPU_FLASH_ATTENTION not in flop_registry
 
 
-@check("gpu_sleep")
-def _() -> None:
-    if not torch.cuda.is_available():
-        assert callable(_torch.gpu_sleep)
-        return
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    start.record()
-    _torch.gpu_sleep(10_000_000)
-    end.record()
-    end.synchronize()
-    assert start.elapsed_time(end) > 1  # at 10 GHz
-
-
 @check("ensure_cuda_guard")
 def _() -> None:
     _torch.ensure_cuda_guard()
