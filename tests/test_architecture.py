@@ -204,20 +204,6 @@ def test_importing_loads_no_more_than_torch_does() -> None:
     } == set()
 
 
-def test_importing_is_fast() -> None:
-    code = (
-        "import time\n"
-        "before = time.perf_counter()\n"
-        "import torch.utils.checkpoint\n"
-        "start = time.perf_counter()\n"
-        "import fusedlayers\n"
-        "print((time.perf_counter() - start) / (start - before))"
-    )
-    # 0.15 s on an idle machine, where torch takes 1.2 s; torch's compiler alone would take another second. On a busy
-    # machine the first try may meet others.
-    assert any(float(_python(code)) < 0.5 for _ in range(3))
-
-
 STATE = """
 import json, sys, warnings, random, os, logging, threading
 import torch

@@ -5,7 +5,6 @@ import math
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,6 @@ Function = Callable[[Tensor], Tensor]
 
 ROOT = Path(__file__).parents[1]
 KINDS = {"monotone": "monotone", "folded": "folded", "input": "needs input"}
-SLOWEST = 3.0  # seconds of the processor, whoever else computes
 
 
 # --- kinds and reasons ------------------------------------------------------------------------------------------------
@@ -51,10 +49,8 @@ def test_functions_of_the_literature(published: Published) -> None:
 
 @pytest.mark.parametrize("name", fl.activations())
 def test_names_of_the_table(name: str) -> None:
-    start = time.process_time()
     report = fl.explain(name)
     assert len(str(report)) > 0
-    assert time.process_time() - start < SLOWEST
     record = fl.FusedDenseAct(8, 8, name)
     assert report.name == name and report.saves["float32"] in repr(record)
     assert report.source.startswith(f"def {name}_forward(") or name == "identity"

@@ -5,13 +5,13 @@ import dataclasses
 import functools
 import inspect
 import io
+import itertools
 import pickle
 import random
 import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from itertools import permutations, product
 from typing import Any
@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from fusedlayers import sizes
 from fusedlayers.backends import cpu
-from fusedlayers.fusion import operations, region
+from fusedlayers.fusion import operations, region, timing
 from fusedlayers.fusion.fuse import Fusing
 from fusedlayers.fusion.one_call import ONE_CALLS
 from fusedlayers.fusion.operations import activation_of
@@ -630,15 +630,18 @@ def test_dry_run_changes_nothing(x: Tensor) -> None:
         fl.fuse(model, x, dry_run="no")  # type: ignore[arg-type]
 
 
-def test_dry_run_times_a_step(x: Tensor) -> None:
-    """A place that sleeps where it is fused takes that much longer."""
+def test_dry_run_times_a_step(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that takes 50 ms where it is fused, by a clock that nothing else moves much."""
     model = nn.Sequential(MLP(), nn.Dropout(0.5), MLP(), nn.Linear(IN, 2))
+    clock = itertools.count(0.0, 0.001)
+    waited = [0.0]
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: next(clock) + waited[0])
 
-    def sleep_if_fused(module: nn.Module, *_: Any) -> None:
+    def wait_if_fused(module: nn.Module, *_: Any) -> None:
         region = region_of(module)
-        time.sleep(0.05 if region is not None and region.kinds else 0)
+        waited[0] += 0.05 if region is not None and region.kinds else 0
 
-    model[0].act.register_forward_hook(sleep_if_fused)
+    model[0].act.register_forward_hook(wait_if_fused)
     random, gradients = torch.get_rng_state(), [p.grad for p in model.parameters()]
     report = fl.fuse(model, x, dry_run=True)
     assert torch.equal(torch.get_rng_state(), random) and gradients == [p.grad for p in model.parameters()]
