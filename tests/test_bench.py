@@ -600,12 +600,12 @@ def test_custom_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
 
 def test_custom_records_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken(BatchNormAct):  # type: ignore[misc, valid-type]  # loaded by its path
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("out of luck\nwith a second line")
 
     class Wrong(BatchNormAct):  # type: ignore[misc, valid-type]  # loaded by its path
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return super().forward(x).square()  # type: ignore[no-any-return]
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return super().forward(*args).square()  # type: ignore[no-any-return]
 
     monkeypatch.setattr(custom.fl, "FusedBatchNormAct2d", Broken)
     result = custom_run("resnet18/snake")
