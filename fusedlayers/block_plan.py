@@ -160,8 +160,8 @@ def describe_block(
 ) -> str:
     """What ``choose_block_save`` has chosen, and why, for people. With a device, it says where PyTorch computes
     instead."""
-    if activation.fallback_reason is not None:
-        return f"not fused: {activation.fallback_reason}"
+    if options.save != "output" and (left := activation.left_because(dtype)) is not None:
+        return f"not fused: {left}"
     if options.save != "recompute" and options.is_gated:
         return "saves gate and up"
     if options.save != "recompute" and activation.is_identity:
@@ -249,7 +249,7 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
             facts += (None,) if t is None else (t.dtype, t.is_cpu or t.device, t.shape)
     else:
         plain_because = followed_by()
-        if activation.needs_tracing and plain_because is None:
+        if activation.needs_tracing and plain_because is None and x.dtype is not torch.float64:
             validation.check_block(options, x, first, last)  # what is traced must have a shape and a dtype
             dtype = autocast_dtype(x) or x.dtype
             activation, operands, dim = with_operands(activation, (*shape[:-1], hidden), dtype, x.device)

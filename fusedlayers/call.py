@@ -174,7 +174,7 @@ def plan_for(
         plain_because = followed_by()
         if is_inplace and plain_because is None and is_under_checkpoint():
             plain_because = COPIED_BY_CHECKPOINT
-        if activation.needs_tracing and plain_because is None:
+        if activation.needs_tracing and plain_because is None and x.dtype is not torch.float64:
             validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
             shape = operation.shape(x, w)
             elements = math.prod(shape)

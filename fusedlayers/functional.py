@@ -41,7 +41,7 @@ def dense_bias_act(
     Computes the activation in place over the matmul's result; backward evaluates the derivative from the saved output.
 
     Args:
-        input: (..., in), float16, bfloat16, float32 or float64.
+        input: (..., in), float16, bfloat16, float32, or float64 (by PyTorch).
         weight: (out, in), of the same dtype and device; under autocast both are cast as ``F.linear`` casts them.
         bias: (out,) or None.
         activation: a name (see ``fusedlayers.activations()``; case, hyphens and underscores do not matter), an
@@ -112,7 +112,8 @@ def conv_bias_act(
     place over its result; backward evaluates the derivative from the saved output.
 
     Args:
-        input: (batch, in, ...) or (in, ...), with one to three spatial dimensions; float16, bfloat16, float32, float64.
+        input: (batch, in, ...) or (in, ...), with one to three spatial dimensions; float16, bfloat16, float32, or
+            float64 (by PyTorch).
         weight: (out, in / groups, ...), of the same dtype and device; under autocast cast as ``F.conv2d`` casts them.
         bias: (out,) or None.
         activation: as for ``dense_bias_act``. Tensors of its own that run along channels have the shape (out, 1, ...).
@@ -176,7 +177,7 @@ def bias_act(
     """``activation(input + bias)``, the bias along ``dim``, in one pass and keeping one buffer.
 
     Args:
-        input: any shape, float16, bfloat16, float32 or float64.
+        input: any shape, float16, bfloat16, float32, or float64 (by PyTorch).
         bias: (input.shape[dim],), of the same dtype and device, or None.
         activation: as for ``dense_bias_act``.
         dim: the dimension along which the bias runs.
@@ -278,7 +279,7 @@ def mlp(
     """``F.linear(dropout(activation(F.linear(input, weight1, bias1))), weight2, bias2)`` that keeps one hidden buffer.
 
     Args:
-        input: (..., in), float16, bfloat16, float32 or float64.
+        input: (..., in), float16, bfloat16, float32, or float64 (by PyTorch).
         weight1: (hidden, in), of the same dtype and device; under autocast all are cast as ``F.linear`` casts them.
         bias1: (hidden,) or None.
         weight2: (out, hidden).
@@ -339,7 +340,7 @@ def gated_mlp(
     ``activation=None`` bilinear).
 
     Args:
-        input: (..., in), float16, bfloat16, float32 or float64.
+        input: (..., in), float16, bfloat16, float32, or float64 (by PyTorch).
         weight_gate, weight_up: (hidden, in); or both in ``weight_gate``, (2 hidden, in), the gate's rows first, and
             None for ``weight_up`` and ``bias_up``.
         bias_gate, bias_up: (hidden,) or None; (2 hidden,) for packed weights.

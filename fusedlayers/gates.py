@@ -34,7 +34,8 @@ def gated_act(
     more, and do not keep it. A block of both keeps two hidden buffers.
 
     Args:
-        gate: (..., hidden), float16, bfloat16, float32 or float64; or both halves, (..., 2 hidden), without ``up``.
+        gate: (..., hidden), float16, bfloat16, float32, or float64 (by PyTorch); or both halves,
+            (..., 2 hidden), without ``up``.
         up: of the shape and dtype of ``gate``, or None.
         activation: as for ``fusedlayers.dense_bias_act``; None for a bilinear gate.
         packing: how both lie in ``gate``: "gate_up" and "up_gate", one behind the other; "interleaved", in turn, the

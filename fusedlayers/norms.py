@@ -31,7 +31,7 @@ def layer_norm(
     once. Where the variances of the input are far below ``eps`` outputs tell less; on CPUs a call sees that as well.
 
     Args:
-        input: (..., *normalized_shape), float16, bfloat16, float32 or float64.
+        input: (..., *normalized_shape), float16, bfloat16, float32, or float64 (by PyTorch).
         normalized_shape: the last dimensions of ``input``, which are normalised together.
         weight, bias: of that shape, or None; of the input's dtype, or float32 for 16-bit inputs on CPUs.
         eps: is added to the variance.
@@ -115,7 +115,7 @@ def group_norm(
     An activation behind it that saves its input saves the same tensor (``fusedlayers.FusedGroupNormAct``).
 
     Args:
-        input: (batch, channels, ...), float16, bfloat16, float32 or float64, contiguous or channels-last.
+        input: (batch, channels, ...), float16, bfloat16, float32, or float64 (by PyTorch), contiguous or channels-last.
         num_groups: into how many groups the channels are divided.
         weight, bias: (channels,) or None.
         eps: is added to the variance.

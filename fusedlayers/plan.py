@@ -245,8 +245,8 @@ def choose_save(function: str, activation: Activation, save: str, dtype: torch.d
 
 def describe(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None = None) -> str:
     """What ``choose_save`` has chosen, and why, for people. With a device, it says where PyTorch computes instead."""
-    if activation.fallback_reason is not None:
-        return f"not fused: {activation.fallback_reason}"
+    if save != "output" and (left := activation.left_because(dtype)) is not None:
+        return f"not fused: {left}"
     if activation.is_identity:
         return "saves nothing"
     if save == "recompute":
@@ -356,8 +356,8 @@ def describe_norm(
     """What a batch norm saves, at most, and why, for people; of inputs that are large enough. With a device, it says
     where PyTorch computes instead."""
     on_gpu = on_gpu or (device is not None and device.type == "cuda")
-    if activation.fallback_reason is not None:
-        return f"not fused: {activation.fallback_reason}"
+    if (left := activation.left_because(dtype)) is not None:
+        return f"not fused: {left}"
     if save == "input":
         return "saves its input and the activation's"
     if save == "recompute":

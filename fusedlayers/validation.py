@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function, is_tensor_like
 
 from . import backends
 from ._torch import is_of_transform
-from .activations import DTYPES, Activation
+from .activations import DTYPES, FLOAT64_IS_TORCHS, Activation
 from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight, elements
 from .ops.mlp_forward import BlockOptions, Linear
 from .utils.formatting import described, size_from
@@ -36,13 +36,16 @@ def are_usual(required: Sequence[Tensor], optional: Sequence[Tensor | None] = ()
 
 
 def unusual_because(*tensors: Tensor | None) -> str | None:
-    """Why kernels cannot read these, or None: they read plain strided tensors on a device that has a backend."""
+    """Why kernels cannot read these, or None: they read plain strided tensors on a device that has a backend, and no
+    float64."""
     is_compiling = torch.compiler.is_compiling()
     for tensor in tensors:
         if tensor is None:
             continue
         if type(tensor) not in _PLAIN_TYPES:
             return f"one of the tensors is a {type(tensor).__name__}"
+        if tensor.dtype is torch.float64:
+            return FLOAT64_IS_TORCHS
         if tensor.is_nested or tensor.layout is not torch.strided:
             return f"one of the tensors is {'nested' if tensor.is_nested else tensor.layout}"
         if not is_compiling:

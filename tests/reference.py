@@ -1,7 +1,7 @@
 """The layers as eager PyTorch writes them: what the library replaces, and what tests and benchmarks compare with."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -190,3 +190,26 @@ def compare(
     for ours, eagers, truth in zip(*results, expected, strict=True):
         assert ours.shape == truth.shape and ours.dtype is dtype
         assert relative(ours, truth) <= 2 * relative(eagers, truth) + tolerance
+
+
+def check_orders(
+    call: Callable[..., Tensor], eager: Callable[..., Tensor], sources: Sequence[Tensor], floor: float = 3e-6
+) -> None:
+    """Value, and derivatives of first and second order, of ``call`` in float32: by their norms at most twice as far
+    from float64's as those of ``eager``, besides the floor."""
+    results = []
+    for function, dtype in ((call, torch.float32), (eager, torch.float32), (eager, torch.float64)):
+        given = [t.detach().to(dtype).requires_grad_(t.requires_grad) for t in sources]
+        needed = [t for t in given if t.requires_grad]
+        y = function(*given)
+        dy = torch.arange(y.numel(), dtype=dtype).cos().view(y.shape).requires_grad_()
+        # Those which cannot be differentiated again are computed by other code.
+        once = torch.autograd.grad(y, needed, dy.detach(), retain_graph=True)
+        first = torch.autograd.grad(y, needed, dy, create_graph=True)
+        weights = [torch.arange(t.numel(), dtype=dtype).sin().view(t.shape) for t in first]
+        second = torch.autograd.grad(first, [*needed, dy], weights, allow_unused=True, materialize_grads=True)
+        results.append([t.detach() for t in (y, *once, *first, *second)])
+    size = max(float(truth.norm()) for truth in results[2])
+    for place, (ours, torchs, truth) in enumerate(zip(*results, strict=True)):
+        error, torchs_error = (float((t.double() - truth).norm()) for t in (ours, torchs))
+        assert error <= 2 * torchs_error + floor * float(truth.norm()) + 1e-7 * size, place

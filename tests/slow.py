@@ -123,7 +123,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_mlp": {
         "test_backward_makes_the_same_mask_again": 2,
         "test_compiled_whole": 3,
-        "test_gradcheck_and_gradgradcheck": 4,
         "test_masks_do_not_depend_on_what_needs_a_gradient": 1,
         "test_never_more_than_eager_is_kept": 5,
         "test_the_peak_through_forward_and_backward": 1,

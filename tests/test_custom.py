@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from literature import PUBLISHED, Published
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd import gradcheck, gradgradcheck
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fusedlayers as fl
@@ -651,7 +650,7 @@ def test_what_is_left_to_pytorch_is_pytorchs_and_says_why(name: str, records: Ca
         assert any(words in text for text in records())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_between_two_layers_no_more_is_kept_than_pytorch_keeps(dtype: torch.dtype) -> None:
     x, w, v = (torch.randn(size, dtype=dtype).requires_grad_() for size in ((64, 32), (48, 32), (8, 48)))
     trained, frozen = torch.tensor(0.3, dtype=dtype, requires_grad=True), torch.tensor(0.7, dtype=dtype)
@@ -1179,15 +1178,13 @@ def test_saving_the_output_is_refused_where_a_tensor_is_read() -> None:
 # --- higher derivatives -----------------------------------------------------------------------------------------------
 
 #: Away from all kinks of the functions in the literature.
-SMOOTH = torch.tensor(
-    [-4.6, -3.3, -2.6, -1.55, -0.7, -0.3, 0.22, 0.6, 0.8, 1.3, 1.7, 2.5, 3.3, 4.7], dtype=torch.float64
-)
+SMOOTH = torch.tensor([-4.6, -3.3, -2.6, -1.55, -0.7, -0.3, 0.22, 0.6, 0.8, 1.3, 1.7, 2.5, 3.3, 4.7])
 
 
 def _orders(entry: Published) -> None:
-    values = [torch.tensor(value + 0.03, dtype=torch.float64).requires_grad_() for _, value in entry.trainable]
+    values = [torch.tensor(value + 0.03).requires_grad_() for _, value in entry.trainable]
     z = SMOOTH.view(7, 2).clone().requires_grad_()
-    w, b = torch.tensor([[1.0, 1e-3], [-1e-3, 1.0]]).double().requires_grad_(), torch.zeros(2).double().requires_grad_()
+    w, b = torch.tensor([[1.0, 1e-3], [-1e-3, 1.0]]).requires_grad_(), torch.zeros(2).requires_grad_()
 
     def bias_act(z: Tensor, b: Tensor, *values: Tensor) -> Tensor:
         return fl.bias_act(z, b, functools.partial(_call, entry.function, values=values), save="input")
@@ -1195,9 +1192,9 @@ def _orders(entry: Published) -> None:
     def dense(z: Tensor, w: Tensor, b: Tensor, *values: Tensor) -> Tensor:
         return fl.dense_bias_act(z, w, b, functools.partial(_call, entry.function, values=values), save="recompute")
 
-    for function, arguments in ((bias_act, (z, b, *values)), (dense, (z, w, b, *values))):
-        assert gradcheck(function, arguments, fast_mode=True)
-        assert gradgradcheck(function, arguments, fast_mode=True)
+    eager = entry.function
+    reference.check_orders(bias_act, lambda z, b, *values: eager(z + b, *values), (z, b, *values))
+    reference.check_orders(dense, lambda z, w, b, *values: eager(F.linear(z, w, b), *values), (z, w, b, *values))
 
 
 def _call(function: Callable[..., Tensor], z: Tensor, values: tuple[Tensor, ...]) -> Tensor:

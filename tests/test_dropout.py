@@ -410,7 +410,7 @@ def _both(function: Callable[[Callable[..., Tensor]], Tensor], *sources: Tensor)
     return found
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@each_dtype
 @each_p
 def test_alone_it_computes_what_torch_does(dtype: torch.dtype, p: float) -> None:
     x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 6e4]).to(dtype).repeat(400)
@@ -604,13 +604,6 @@ def test_kinks_are_not_crossed() -> None:
         x = torch.full((40, 300), 3.0, dtype=dtype, requires_grad=True)
         ours, torchs = _both(lambda drop, x=x: drop(fl.bias_act(x, None, "hardswish"), 0.1), x)
         torch.testing.assert_close(ours[2], torchs[2])
-
-
-@pytest.mark.parametrize("name", ["relu", "leaky_relu", "tanh"])
-def test_float64_is_exact(name: str) -> None:
-    x = torch.randn(40, 300, dtype=torch.float64, requires_grad=True)
-    ours, eager = (torch.autograd.grad(f(x, name, 0.1).sum(), x)[0] for f in (_ours, _eager))
-    torch.testing.assert_close(ours, eager, rtol=1e-13, atol=1e-13)
 
 
 @each_dtype

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from reference import FOLDED_TOLERANCE, compare, gradients, leaves, relative
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
 
 import fusedlayers as fl
 from fusedlayers import sizes
@@ -61,18 +60,12 @@ def test_bias_act_matches_float64(activation: Activation, save: str, dtype: torc
     compare(lambda z, act: call(z, None, act), lambda z, f: f(z), activation, z, folded=save == "output")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["gelu", "relu", "softplus"])
 def test_large_layers_take_the_other_matmul_and_agree(name: str, dtype: torch.dtype) -> None:
     # From a million multiply-adds on, a backend may use its own matmul.
     activation = resolve(name)
     x, w, b = leaves((260, 96), (101, 96), (101,), dtype=dtype)
-    if dtype is torch.float64:
-        ours, eagers = fl.dense_bias_act(x, w, b, name), reference.dense_bias_act(x, w, b, activation.function)
-        torch.testing.assert_close(ours, eagers)
-        dy = torch.randn_like(ours)
-        torch.testing.assert_close(gradients(ours, dy, x, w, b), gradients(eagers, dy, x, w, b))
-        return
     compare(fl.dense_bias_act, reference.dense_bias_act, activation, x, w, b)
     with torch.no_grad():
         exact = fl.dense_bias_act(x, w, b, name).double()
@@ -159,11 +152,16 @@ def _function(dense: bool, activation: Activation, save: str) -> Call:
     return lambda *tensors: function(*tensors, activation, save=save)
 
 
-def _allowed(activation: Activation, save: str) -> bool:
-    return save != "output" or activation.output_refusal(torch.float64) is None
+def _eager(dense: bool, activation: Activation) -> Call:
+    function = reference.dense_bias_act if dense else reference.bias_act
+    return lambda *tensors: function(*tensors, activation.function)
 
 
-ORDERS = [pytest.param(a, save, id=f"{a}-{save}") for a in TABLE for save in ("auto", *SAVES) if _allowed(a, save)]
+#: What rounded outputs may add, and a branch in the last bit, by ``save``.
+ADDED = {"auto": 1e-4, "output": 1e-4, "input": 3e-6, "recompute": 3e-6}
+
+
+ORDERS = [pytest.param(a, save, id=f"{a}-{save}") for a in TABLE for save in ("auto", *SAVES)]
 
 
 # Each in one of both functions, so that neighbours of one activation and of one ``save`` are in another.
@@ -180,9 +178,8 @@ BY_TURNS = [(i + i // 4) % 2 == 0 for i in range(len(ORDERS))]
 )
 def test_first_and_second_derivatives(activation: Activation, save: str, dense: bool) -> None:
     arguments = [a.clone().requires_grad_() for a in _smooth_arguments(dense)]
-    function = _function(dense, activation, save)
-    assert gradcheck(function, arguments)
-    assert gradgradcheck(function, arguments)
+    calls = _function(dense, activation, save), _eager(dense, activation)
+    reference.check_orders(*calls, arguments, ADDED[save])
 
 
 @pytest.mark.usefixtures("no_small_route")
@@ -200,12 +197,14 @@ def test_first_and_second_derivatives(activation: Activation, save: str, dense: 
 )
 def test_third_derivatives(name: str, save: str, dense: bool) -> None:
     arguments = [a.clone().requires_grad_() for a in _smooth_arguments(dense)]
-    function = _function(dense, resolve(name), save)
+    activation = resolve(name)
 
-    def slopes(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(function(*tensors).square().sum(), tensors, create_graph=True)
+    def penalty(function: Call, *tensors: Tensor) -> Tensor:
+        slopes = torch.autograd.grad(function(*tensors).square().sum(), tensors, create_graph=True)
+        return torch.stack([slope.square().sum() for slope in slopes]).sum()
 
-    assert gradgradcheck(slopes, arguments)
+    calls = (functools.partial(penalty, f) for f in (_function(dense, activation, save), _eager(dense, activation)))
+    reference.check_orders(*calls, arguments, ADDED[save])
 
 
 @every_folded
@@ -664,7 +663,8 @@ def test_save_must_be_one_of_four(save: Any) -> None:
         (nn.CELU(-1.0), torch.bfloat16, "alpha = -1"),
         (nn.Threshold(0.0, 1.0), torch.float32, "value > threshold"),
         (nn.Softplus(1.0, 2.0), torch.float32, "threshold = 2"),
-        ("gelu", torch.float64, "accurate to float32, not to float64"),
+        ("gelu", torch.float64, "float64 is computed by PyTorch"),
+        ("tanh", torch.float64, "float64 is computed by PyTorch"),
         (torch.sin, torch.float32, "a derivative that does not settle to a constant"),
         (nn.PReLU(), torch.float32, "PReLU reads tensors that training may change"),
     ],

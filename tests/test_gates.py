@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu import DEVICE
-from reference import compare, leaves, relative
+from reference import check_orders, compare, leaves, relative
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -24,10 +24,10 @@ from fusedlayers.ops import product
 from fusedlayers.ops.gate import Gate, split
 from fusedlayers.utils.autograd_graph import raw_saved
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 PACKINGS = ("gate_up", "up_gate", "interleaved")
 ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid", "gelu_tanh", "mish", "softsign")
-each_dtype = pytest.mark.parametrize("dtype", DTYPES[:3], ids=str)
+each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 ENDS = torch.tensor([3, 20, 32], dtype=torch.int32)
 
 #: Each product with torch's, the shapes of what is multiplied and of the weight, and how often eager holds the former.
@@ -313,11 +313,8 @@ def test_a_convolutions_factors_are_saved_and_their_product_is_not() -> None:
     y, theirs = gates.keeping_factors(F.conv2d, x * scale, w), F.conv2d(x * scale, w)
     for a, b in zip(*(torch.autograd.grad(r, (x, scale, w), dy) for r in (y, theirs)), strict=True):
         assert torch.equal(a, b)
-    x, scale, w = (t.detach().double()[:, :12, :9, :20].contiguous().requires_grad_() for t in (x, scale, w))
-    assert _keeps_factors(gates.keeping_factors(F.conv2d, x * scale, w))
-    assert torch.autograd.gradgradcheck(
-        lambda *t: gates.keeping_factors(F.conv2d, t[0] * t[1], t[2]), (x, scale, w), fast_mode=True, nondet_tol=1e-12
-    )
+    calls = (functools.partial(conv, F.conv2d) for conv in (gates.keeping_factors, lambda f, h, w: f(h, w)))
+    check_orders(*((lambda x, scale, w, f=call: f(x * scale, w)) for call in calls), (x, scale, w))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same':UserWarning")
@@ -399,8 +396,8 @@ def test_a_view_of_the_product_is_what_the_matmul_saves() -> None:
 
 def test_a_transposed_gate_that_reads_a_parameter() -> None:
     """Of which the kernel's product is contiguous, and the formula's is not."""
-    x, u, w = leaves((40, 48), (40, 48), (8, 40), dtype=torch.float64)
-    beta = torch.full((40,), 0.3, dtype=torch.float64)
+    x, u, w = leaves((40, 48), (40, 48), (8, 40))
+    beta = torch.full((40,), 0.3)
 
     def act(z: Tensor) -> Tensor:
         return z * torch.sigmoid(beta * z)
@@ -413,7 +410,7 @@ def test_a_transposed_gate_that_reads_a_parameter() -> None:
         batched = torch.func.vmap(lambda d, y=y: torch.autograd.grad(y, w, d, retain_graph=True)[0])(dy)
         found.append([dw, batched, *torch.autograd.grad(dw.square().sum(), (x, u, w))])
     for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs)
+        assert relative(ours, theirs.double()) < 1e-5
 
 
 def test_conjugates_and_negatives_of_the_product() -> None:
@@ -451,11 +448,13 @@ def test_a_frozen_weight_keeps_nothing_of_its_input() -> None:
 
 
 def test_second_derivatives_batched_gradients_and_retained_graphs() -> None:
-    gate, up, w = leaves((4, 34), (4, 34), (5, 34), dtype=torch.float64)
-    assert torch.autograd.gradgradcheck(lambda g, u, w: fl.linear(fl.gated_act(g, u), w), (gate, up, w))
-    (packed,) = leaves((4, 68), dtype=torch.float64)
+    gate, up, w = leaves((8, 34), (8, 34), (5, 34))
+    calls = (lambda g, u, w: fl.linear(fl.gated_act(g, u), w)), (lambda g, u, w: F.linear(F.silu(g) * u, w))
+    check_orders(*calls, (gate, up, w))
+    (packed,) = leaves((8, 68))
     for packing in PACKINGS:
-        assert torch.autograd.gradgradcheck(lambda p, k=packing: fl.gated_act(p, packing=k), packed)
+        ours = functools.partial(fl.gated_act, packing=packing)
+        check_orders(ours, lambda p, k=packing: F.silu(split(p, k)[0]) * split(p, k)[1], [packed])
     for call, eager in (
         (lambda: fl.linear(fl.gated_act(gate, up), w), lambda: F.linear(F.silu(gate) * up, w)),
         (lambda: fl.matmul(fl.gated_act(gate, up), w.t()), lambda: F.linear(F.silu(gate) * up, w)),

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import relative
+from reference import check_orders, relative
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +20,7 @@ from fusedlayers.memory import saved_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: What the rounding of a saved output may add to a gradient's error, by dtype, of its norm.
-FLOOR = {torch.float32: 5e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float64: 1e-14}
+FLOOR = {torch.float32: 5e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 SHAPES = {
     "images": ((4, 16, 12, 12), torch.contiguous_format),
     "channels last": ((4, 16, 12, 12), torch.channels_last),
@@ -195,9 +195,10 @@ def test_saved_bytes() -> None:
 
 def test_second_derivatives_and_batches() -> None:
     x, w, b = torch.randn(2, 4, 40), torch.rand(4) + 0.5, torch.rand(4)
-    sources = [t.double().requires_grad_() for t in (x, w, b)]
+    sources = [t.requires_grad_() for t in (x, w, b)]
     call = lambda x, w, b: fl.group_norm(x, 2, w, b, save="output")
-    assert _is_ours(call(*sources)) and torch.autograd.gradgradcheck(call, sources)
+    assert _is_ours(call(*sources))
+    check_orders(call, lambda x, w, b: F.group_norm(x, 2, w, b), sources)
     y, eager = call(*sources), F.group_norm(sources[0], 2, *sources[1:])
     dys = torch.randn(3, *y.shape, dtype=y.dtype)
     for a, r in zip(*(torch.autograd.grad(t, sources, dys, is_grads_batched=True) for t in (y, eager)), strict=True):

@@ -136,7 +136,7 @@ def test_sizes_below_zero_are_refused() -> None:
 
 
 def test_its_repr_knows_the_dtype_and_the_choice() -> None:
-    assert "saves the input: the fitted" in repr(fl.FusedDenseAct(12, 40, "gelu", dtype=torch.float64))
+    assert "not fused: float64 is comp" in repr(fl.FusedDenseAct(12, 40, "gelu", dtype=torch.float64))
     assert "saves nothing and recomputes" in repr(fl.FusedDenseAct(12, 40, "gelu", save="recompute"))
 
 

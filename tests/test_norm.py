@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from gpu import DEVICE, INTERPRETER_WARNINGS
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -77,7 +76,7 @@ EVERY_NAME = [*(row.name for row in rows()), *MAKERS]
 every_name = pytest.mark.parametrize("name", EVERY_NAME)
 some_names = pytest.mark.parametrize("name", ["relu", "elu", "silu", "gelu", "snake", "prelu", "function", "None"])
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-every_float = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+every_float = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 every_save = pytest.mark.parametrize("save", ["auto", "output", "input", "recompute"])
 residual_or_not = pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 training_or_not = pytest.mark.parametrize("training", [True, False], ids=["training", "eval"])
@@ -426,7 +425,7 @@ def test_where_gamma_is_zero_or_negative(name: str, training: bool, with_residua
         _assert_as_good_as_torch(layer, eager, _x, with_residual=with_residual)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["relu", "elu", "silu", "snake", "function"])
 def test_channels_without_variance(name: str, dtype: torch.dtype) -> None:
     layer, eager = _pair(make(name), save="recompute" if name in ("elu", "silu") else "auto")
@@ -542,20 +541,19 @@ def test_eps_must_be_positive_as_for_torch(eps: float) -> None:
 @pytest.mark.parametrize("name", ["tanh", "elu", "silu", "gelu", "snake", "function"])
 @pytest.mark.parametrize("save", ["auto", "input", "recompute"])
 @training_or_not
-def test_gradcheck_and_gradgradcheck(name: str, training: bool, save: str) -> None:
-    layer, _ = _pair(make(name), save=save, dtype=torch.float64)
-    layer.double().train(training)
-    params = {name: p.detach() for name, p in layer.named_parameters()}
-    buffers = dict(layer.named_buffers())
-    x, residual = (torch.randn(2, CHANNELS, 4, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+def test_first_and_second_derivatives(name: str, training: bool, save: str) -> None:
+    layers = [module.train(training) for module in _pair(make(name), save=save)]
+    x, residual = (torch.randn(2, CHANNELS, 4, 5, requires_grad=True) for _ in range(2))
 
-    def call(x: Tensor, residual: Tensor, *values: Tensor) -> Tensor:
-        state = {**dict(zip(params, values, strict=True)), **{n: b.clone() for n, b in buffers.items()}}
-        return functional_call(layer, state, (x, residual))
+    def call(layer: nn.Module, x: Tensor, residual: Tensor, *values: Tensor) -> Tensor:
+        buffers = {n: b.to(x.dtype, copy=True) for n, b in layer.named_buffers()}
+        return functional_call(
+            layer, {**dict(zip(dict(layer.named_parameters()), values, strict=True)), **buffers}, (x, residual)
+        )
 
-    tensors = (x, residual, *(p.requires_grad_() for p in params.values()))
-    assert gradcheck(call, tensors, fast_mode=True)
-    assert gradgradcheck(call, tensors, fast_mode=True)
+    tensors = (x, residual, *layers[0].parameters())
+    assert [p.shape for p in layers[0].parameters()] == [p.shape for p in layers[1].parameters()]
+    reference.check_orders(*(functools.partial(call, layer) for layer in layers), tensors, 1e-4)
 
 
 @pytest.mark.parametrize("name", ["elu", "silu", "snake"])
@@ -1033,7 +1031,7 @@ def test_its_repr_says_what_is_saved() -> None:
         layer = fl.FusedBatchNormAct2d(CHANNELS, activation)
         assert said in repr(layer) and f"{CHANNELS}, eps=1e-05, momentum=0.1" in repr(layer)
     for dtype, said in {
-        torch.float64: "saves its input: float64 outputs determine the input too coarsely)",
+        torch.float64: "not fused: float64 is computed by PyTorch)",
         torch.bfloat16: "saves its input: bfloat16 outputs determine the input too coarsely)",
     }.items():
         assert said in repr(fl.FusedBatchNormAct2d(CHANNELS, "silu", dtype=dtype))

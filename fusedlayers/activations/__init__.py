@@ -6,6 +6,7 @@ from .inverse_error import InverseError, measure_inverse_error
 from .lookup import activation_of_module, resolve
 from .record import (
     DTYPES,
+    FLOAT64_IS_TORCHS,
     KEPT_BY_TORCH,
     Activation,
     Row,
@@ -18,6 +19,7 @@ from .table import activations, register, register_stand_in, rows
 
 __all__ = [
     "DTYPES",
+    "FLOAT64_IS_TORCHS",
     "KEPT_BY_TORCH",
     "Activation",
     "InverseError",

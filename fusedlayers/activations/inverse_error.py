@@ -124,8 +124,7 @@ def measure_inverse_error(activation: Activation, dtype: torch.dtype) -> Inverse
     """The inverse error of the activation for outputs of ``dtype``, or None if even N(0, 1) is not acceptable."""
     # The gradient of the weight is a sum over xhat, which torch computes from the exact x: from outputs of 16 bits it
     # would err a hundred times as much.
-    coarse = dtype.itemsize == 2 or (activation.is_folded and dtype is torch.float64)
-    if coarse or not activation.has_inverse:
+    if dtype is not torch.float32 or not activation.has_inverse:
         return None
     eps = torch.finfo(dtype).eps
     cells = torch.arange(2 * CELLS)

@@ -28,6 +28,8 @@ Saved = Literal["nothing", "output", "input", "recompute"]
 
 #: The floating dtypes that the layers accept.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+#: Why nothing is fused in float64: whoever computes in it wants PyTorch's exact gradients.
+FLOAT64_IS_TORCHS = "float64 is computed by PyTorch"
 #: Activations of which PyTorch saves the output too.
 KEPT_BY_TORCH = frozenset({"relu", "tanh", "sigmoid"})
 
@@ -219,13 +221,17 @@ class Activation:
             return stated.reason
         return None if refusal is None else refusal(**self.parameters)
 
+    def left_because(self, dtype: torch.dtype) -> str | None:
+        """Why layers in ``dtype`` leave the function to plain PyTorch, or None where it is fused."""
+        return FLOAT64_IS_TORCHS if dtype is torch.float64 else self.fallback_reason
+
     def output_refusal(self, dtype: torch.dtype) -> str | None:
         """Why outputs of ``dtype`` do not determine the derivative within its rounding floor, or None if they do."""
+        if dtype is torch.float64:
+            return FLOAT64_IS_TORCHS
         if self.needs_input_reason is not None:
             return self.needs_input_reason
         stated = self._row.derivative_given_output
-        if dtype is torch.float64 and self.is_fitted:
-            return f"the fitted derivative of {self.name} is accurate to float32, not to float64"
         return stated.output_refusal(dtype) if isinstance(stated, Analysis) else self._row.dtype_refusals.get(dtype)
 
     def fitted_derivative(

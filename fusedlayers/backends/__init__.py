@@ -10,7 +10,7 @@ from torch import Tensor, empty, float64
 from torch import device as torch_device
 from torch import dtype as torch_dtype
 
-from ..activations import Activation
+from ..activations import FLOAT64_IS_TORCHS, Activation
 from . import cpu, gpu_settings
 from . import torch as reference
 from .base import Backend, GradientRequest, InputPasses, NormPasses
@@ -51,6 +51,8 @@ def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
 def slow_on(device: torch_device, dtype: torch_dtype, activation: Activation | None) -> str | None:
     """Why layers on a device leave an activation, or without one a norm, to PyTorch although its output would do, as
     far as that shows before code is built; or None."""
+    if dtype is float64:
+        return FLOAT64_IS_TORCHS
     if device.type not in DEVICES or (activation is not None and activation.output_refusal(dtype) is not None):
         return None
     backend = choose(empty(0, dtype=dtype, device=device), activation)

@@ -108,8 +108,6 @@ class Analysis:
         """Why outputs of ``dtype`` do not determine the derivative, or None if they do."""
         if self.kind == "input":
             return self.reason
-        if dtype not in PRECISIONS:
-            return "a fitted derivative is accurate to float32, not to float64"
         return self.refusals.get(dtype)
 
     def derivative(

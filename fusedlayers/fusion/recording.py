@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import checkpoint
 
 from .._torch import DisableTorchFunction, is_of_transform, saved_tensors_hooks_on_top
-from ..activations import DTYPES, KEPT_BY_TORCH, Activation
+from ..activations import DTYPES, FLOAT64_IS_TORCHS, KEPT_BY_TORCH, Activation
 from ..ops.dropout import tells_scaled
 from .operations import (
     BATCH_NORM,
@@ -328,6 +328,8 @@ def _keeps_nothing_because(kind: str, x: Tensor) -> str | None:
     """Why nothing is kept of an operation on x, whoever computes it, or nobody but PyTorch can; or None."""
     if is_of_transform(x):
         return "a transform of torch.func runs it"
+    if x.dtype is torch.float64:
+        return FLOAT64_IS_TORCHS
     if kind not in (GATE, PRODUCT) and torch.is_grad_enabled() and not x.requires_grad:
         return "its input needs no gradient; once it does, call fuse again"
     return None

@@ -5,7 +5,7 @@
 * the loops, for 16-bit numbers by a table of all 65,536 values, which is computed in float64, and for float32 by the
   functions of ``loops.c`` and by tables of derivatives (``table.py``);
 * for everything else, a kernel of None, the torch backend: ATen's own kernels where the table of activations names
-  them, float64, users' functions from their input, and activations that read other tensors.
+  them, users' functions from their input, and activations that read other tensors.
 """
 
 from __future__ import annotations

@@ -52,6 +52,4 @@ def inexact_columns(gain: Tensor, b: Tensor | None, ratio: float, least: float, 
 
 def row_norm_slow_because(dtype: torch.dtype, *, may_build: bool = True) -> str | None:
     """Why ``row_norm_gradient`` takes several times PyTorch's time, or None where it does not."""
-    if dtype not in loops.DTYPES:
-        return reference.row_norm_slow_because(dtype)
     return build.missing_because(may_build=may_build)

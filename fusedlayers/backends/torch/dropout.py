@@ -86,7 +86,7 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
 def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor | float) -> Tensor:
     """What is stored of outputs y of ``dtype`` that are not dropped, where ``rest`` are kept, in float32 or wider."""
     fold, found = activation.fold, y * (1 / rest)
-    if fold is None or dtype is torch.float64:
+    if fold is None:
         return found
     marked = branch_bit.decode(y, dtype, fold.ambiguous)
     return branch_bit.encode(found, marked, dtype, fold.ambiguous, bounded=fold.bounded)

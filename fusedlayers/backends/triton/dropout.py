@@ -97,7 +97,7 @@ def packed(keep: Tensor) -> Tensor:
 @or_reference(reference.drop_gradient)
 def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
     """The gradient of x, in a new tensor, for dense dy, laid out like x."""
-    if dy.dtype is torch.float64 or not dy.numel():
+    if not dy.numel():
         return reference.drop_gradient(dy, bits, factor)
     dx = torch.empty_like(dy)
     launch = _launch(drop_gradient_kernel, dy, (factor,), {"BYTES": TILE // 8})
@@ -110,8 +110,6 @@ def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """The dropout of outputs y, which carry the branch, in ``out``, which may be y; all are dense and laid out
     alike."""
-    if y.dtype is torch.float64:
-        return reference.drop_marked(y, keep, activation, p, out)
     if y.numel():
         constants = {"SCALE": scale_function(activation, y.dtype), "COUNT": TILE}
         launch = _launch(drop_marked_kernel, y, (1 - p,), constants)
@@ -124,8 +122,6 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
 @or_reference(reference.drop_marked_gradient)
 def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """``dy keep / (1 - p) f'``, in ``out``, which may be y; all are dense and laid out alike."""
-    if y.dtype is torch.float64:
-        return reference.drop_marked_gradient(dy, y, activation, p, out)
     if y.numel():
         constants = {"GRADIENT": gradient_function(activation, y.dtype), "COUNT": TILE}
         launch = _launch(drop_marked_gradient_kernel, y, (1 - p,), constants)

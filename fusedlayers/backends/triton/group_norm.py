@@ -188,10 +188,6 @@ def group_norm_gradient(
     overwrite: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The gradients of x, of w and of b; y may be overwritten, and dy is laid out like it."""
-    if y.dtype is torch.float64:
-        return reference.group_norm_gradient(
-            norm, dy, y, w, b, inverse_std, kept, needs_x=needs_x, overwrite=overwrite
-        )  # fmt: skip
     sizes = _Sizes.of(norm, y)
     samples, channels, pieces = sizes.samples, sizes.channels, sizes.pieces
     dx = (y if overwrite else torch.empty_like(y)) if needs_x else None

@@ -205,11 +205,11 @@ def row_norm_gradient(
 
 def row_norm_slow_because(dtype: torch.dtype, *, may_build: bool = True) -> str | None:
     """Why ``row_norm_gradient`` takes several times PyTorch's time, or None where it does not."""
-    return reference.row_norm_slow_because(dtype) if dtype is torch.float64 else None
+    return None
 
 
 def _serves(norm: RowNorm, x: Tensor) -> bool:
-    return norm.columns <= WIDEST and x.dtype is not torch.float64
+    return norm.columns <= WIDEST
 
 
 def options(columns: int) -> dict[str, Any]:
