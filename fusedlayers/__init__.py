@@ -75,6 +75,7 @@ from .nn.row_norm import LayerNorm, RMSNorm
 from .norms import group_norm, layer_norm, rms_norm
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
+from .recipes.save_once import save_once
 
 if TYPE_CHECKING:
     from .nn.tensor_parallel import FusedColwiseParallel
@@ -185,6 +186,7 @@ __all__ = [
     "quick_gelu",
     "relu6",
     "rms_norm",
+    "save_once",
     "selu",
     "silu",
     "softplus",

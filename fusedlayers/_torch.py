@@ -94,6 +94,7 @@ __all__ = [
     "pop_saved_tensors_hooks",
     "profiler_is_active",
     "push_saved_tensors_hooks",
+    "queue_callback",
     "refuses_hooks",
     "saved_tensors_hooks_are_enabled",
     "saved_tensors_hooks_on_top",
@@ -182,6 +183,8 @@ class Node(Function):
 
 #: () -> int: the number of the backward pass that is running on this thread; -1 outside of one.
 backward_pass: Callable[[], int] = torch._C._current_graph_task_id
+#: (function) -> None: call it when the backward pass that is running ends.
+queue_callback: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
 #: (storage._cdata) -> int: how many C++ owners a storage has.
 storage_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 #: () -> int: the number that the next node of the graph made on this thread will get.

@@ -1,0 +1,226 @@
+"""Objects that stand in a node for a saved tensor: the tensor as it is, a view of another one, or a recipe.
+
+Idea: a recipe holds a function and its operands, which are such objects too, and no tensor. Its readers are counted
+when the graph is made. In a backward pass it is replayed for the first reader and dropped behind the last; a pass that
+ends before drops it then.
+
+Nothing here holds a node: a graph and what is packed in it make no reference cycle, and a node that backward has freed
+leaves to others what they need of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from .._torch import autocast_is_active, backward_pass, queue_callback
+from ..ops.edits import unedited
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+Layout = tuple[torch.Size, tuple[int, ...]]
+"""Sizes and strides."""
+
+
+def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
+    """The tensor, or a copy that is laid out in this way."""
+    if layout is None or (tensor.size(), tensor.stride()) == layout:
+        return tensor
+    return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+class Value:
+    """A value that backward reads.
+
+    Attributes:
+        region: whose hooks packed it; recipes of other regions leave it alone.
+        depth: how many replays lie behind it, one behind the other.
+        readers: how many saved tensors and recipes read it.
+        version: of the tensor that it stands for, when that was saved.
+        is_clone: whether it is a copy by ``clone``, as autograd saves of what an operation in place writes over.
+    """
+
+    __slots__ = ("__weakref__", "_left", "_pass", "_tensor", "depth", "is_clone", "readers", "region", "version")
+    #: Whether what is read is held for other readers of the same backward pass.
+    is_shared: ClassVar[bool] = True
+
+    def __init__(self, region: object, depth: int) -> None:
+        self.region, self.depth, self.readers, self.version, self.is_clone = region, depth, 0, 0, False
+        self._pass, self._left, self._tensor = -1, 0, None
+
+    def claim(self) -> None:
+        """There is one reader more."""
+        self.readers += 1
+
+    def get(self) -> Tensor:
+        """The tensor, for one reader."""
+        current = backward_pass()
+        if not self.is_shared or current == -1:
+            return self._make()
+        if current != self._pass:
+            self._pass, self._left, self._tensor = current, self.readers, None
+            if self.readers > 1:
+                queue_callback(self._drop)
+        tensor = self._tensor
+        if tensor is None:
+            tensor = self._make()
+        self._left -= 1
+        self._tensor = tensor if self._left > 0 else None
+        return tensor
+
+    def recorded(self) -> Tensor:
+        """The tensor, for one reader, laid out as it was."""
+        return self.get()
+
+    def _drop(self) -> None:
+        self._tensor = None
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether the tensor has been written to since it was saved, as far as that shows."""
+        return False
+
+    @property
+    def source(self) -> Value:
+        """Itself, or the recipe that it has become."""
+        return self
+
+    def _make(self) -> Tensor:
+        raise NotImplementedError
+
+    def operands(self) -> Sequence[Value]:
+        """The values that it is made of."""
+        return ()
+
+
+class Saved(Value):
+    """A tensor as it is, or as hooks that were there before have packed it; in the place of a node's own result it may
+    become a recipe.
+
+    Attributes:
+        packed: the tensor, or what hooks have made of it.
+        unpack: the hook that brings it back.
+    """
+
+    __slots__ = ("_layout", "_recipe", "packed", "unpack")
+
+    def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:
+        super().__init__(region, 0)
+        node = tensor.grad_fn
+        self.version, self.is_clone = tensor._version, node is not None and node.name() == "CloneBackward0"
+        self._recipe: Recipe | None = None
+        self._layout = None if hooks is None else (tensor.size(), tensor.stride())
+        self.unpack = None if hooks is None else hooks[1]
+        # Detached, for a tensor that an operation in place has made its own result would hold its own node.
+        self.packed = (tensor if tensor.grad_fn is None else tensor.detach()) if hooks is None else hooks[0](tensor)
+
+    def get(self) -> Tensor:
+        if self._recipe is not None:
+            return self._recipe.get()
+        if self.unpack is None:
+            return unedited((self.packed, self.version))
+        return super().get()
+
+    def _make(self) -> Tensor:
+        assert self.unpack is not None
+        return self.unpack(self.packed)
+
+    def recorded(self) -> Tensor:
+        return laid_out(self.get(), self._layout)
+
+    @property
+    def is_edited(self) -> bool:
+        return self.unpack is None and self._recipe is None and self.packed._version != self.version
+
+    @property
+    def source(self) -> Value:
+        return self if self._recipe is None else self._recipe
+
+    def claim(self) -> None:
+        super().claim()
+        if self._recipe is not None:
+            self._recipe.claim()
+
+    def become(self, recipe: Recipe) -> None:
+        """From now on it is replayed."""
+        self._recipe, self.packed, self.depth = recipe, None, recipe.depth
+        recipe.readers += self.readers
+
+    def operands(self) -> Sequence[Value]:
+        return () if self._recipe is None else (self._recipe,)
+
+
+class Recipe(Value):
+    """``function(*operands)``.
+
+    Attributes:
+        made_by: the name of the node whose result it is.
+        layout: sizes and strides that the replay must have; None where nobody has seen the tensor.
+        nbytes: of the tensor that is not saved.
+    """
+
+    __slots__ = ("_function", "_operands", "layout", "made_by", "nbytes")
+
+    def __init__(
+        self, made_by: str, function: Callable[..., Tensor], operands: Sequence[Value], region: object
+    ) -> None:
+        super().__init__(region, 1 + max((value.depth for value in operands), default=0))
+        self.made_by, self._function, self._operands = made_by, function, tuple(operands)
+        self.layout: Layout | None = None
+        self.is_clone = made_by == "CloneBackward0"
+        self.nbytes = 0
+        for value in operands:
+            value.claim()
+
+    def _make(self) -> Tensor:
+        with torch.no_grad():
+            given = [value.recorded() for value in self._operands]
+            with torch.autocast(given[0].device.type, enabled=False) if autocast_is_active() else nullcontext():
+                return laid_out(self._function(*given), self.layout)
+
+    def stands_for(self, tensor: Tensor) -> None:
+        """Its replays are laid out as this tensor, which is not saved."""
+        self.layout, self.nbytes = (tensor.size(), tensor.stride()), tensor.nbytes
+
+    def operands(self) -> Sequence[Value]:
+        return self._operands
+
+
+class View(Value):
+    """A view of a whole value: its sizes, strides and offset."""
+
+    __slots__ = ("_layout", "_source")
+    is_shared = False
+
+    def __init__(self, view: Tensor, source: Value) -> None:
+        super().__init__(source.region, source.depth)
+        self._layout, self._source = (view.size(), view.stride(), view.storage_offset()), source
+
+    def claim(self) -> None:
+        super().claim()
+        self._source.claim()
+
+    def _make(self) -> Tensor:
+        size, stride, offset = self._layout
+        source = self._source.recorded()
+        return source.as_strided(size, stride, source.storage_offset() + offset)
+
+    def operands(self) -> Sequence[Value]:
+        return (self._source,)
+
+
+def all_of(values: Sequence[Value]) -> Iterator[Value]:
+    """The values and all that they are made of, each once."""
+    seen: dict[int, Value] = {}
+    pending = list(values)
+    while pending:
+        value = pending.pop()
+        if id(value) not in seen:
+            seen[id(value)] = value
+            pending += value.operands()
+    yield from seen.values()

@@ -1,0 +1,311 @@
+"""How the results of PyTorch's nodes are replayed: one table, by the node's name.
+
+A row names the function and its operands: what the node has saved, or what the nodes behind it have made (``Graph``).
+It returns None where a number that the result depends on is in no node: the addend of ``x + 1``, say.
+
+Limits: results are those of the same operators on the same operands, so they are the same bits wherever an operator
+gives the same bits twice. What code writes to a result in place, with gradients switched off, before the next operation
+reads it, is seen where that operation saves the result, and not where a cast or a copy stands between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .recipe import Value
+
+#: What a module notes in the metadata of its norm's node: eps and bias, which the node need not have.
+NORM = "fusedlayers.norm"
+
+
+class Norm(NamedTuple):
+    """Of a norm, what its node does not tell."""
+
+    eps: float | None
+    bias: Tensor | None
+
+
+class Graph(Protocol):
+    """What rows ask. A value that is not there is None."""
+
+    def saved(self, node: Any, name: str) -> Value | None:
+        """What a node has saved under this name."""
+        ...
+
+    def behind(self, node: Any, edge: int) -> Value | None:
+        """What the node behind an edge has made: a value that is saved somewhere, or a recipe."""
+        ...
+
+    def read(self, node: Any, name: str, edge: int) -> Value | None:
+        """What a node reads: it has saved it, or else the node behind the edge has made it."""
+        ...
+
+    def parameter(self, tensor: Tensor) -> Value:
+        """A leaf."""
+        ...
+
+
+Parts = tuple[Callable[..., Tensor], Sequence[Value]]
+"""The function and its operands."""
+Row = Callable[[Graph, Any, Tensor | None], Parts | None]
+"""From the graph, the node, and its result, if that is there, to what replays the result."""
+
+
+def _unary(function: Callable[[Any], Callable[..., Tensor]]) -> Row:
+    """``function(node)`` of the saved input."""
+
+    def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
+        z = graph.read(node, "self", 0)
+        return None if z is None else (function(node), (z,))
+
+    return row
+
+
+def _behind(function: Callable[[Any], Callable[..., Tensor]]) -> Row:
+    """``function(node)`` of all that stands behind the node, which saves nothing."""
+
+    def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
+        values = [graph.behind(node, edge) for edge in range(len(node.next_functions))]
+        found = [value for value in values if value is not None]
+        return (function(node), found) if values and len(found) == len(values) else None
+
+    return row
+
+
+def _product(function: Callable[..., Tensor]) -> Row:
+    def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
+        a = graph.read(node, "self", 0)
+        b = None if a is None else graph.read(node, "other", 1)
+        return None if a is None or b is None else (function, (a, b))
+
+    return row
+
+
+def _prelu(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
+    z, weight = graph.saved(node, "self"), graph.saved(node, "weight")
+    return None if z is None or weight is None else (torch.ops.aten._prelu_kernel, (z, weight))
+
+
+def _dropout(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
+    x, mask = graph.behind(node, 0), graph.saved(node, "result1")
+    if x is None or mask is None or node._saved_p >= 1:
+        return None
+    # What it computes of a gradient is what forward computes of x: both times the mask, times the scale.
+    scale = 1.0 / (1.0 - node._saved_p)
+    return (lambda x, mask: torch.ops.aten.native_dropout_backward(x, mask, scale)), (x, mask)
+
+
+def _pad(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
+    """The number that is padded with is read off the result: it is in a corner."""
+    pad, x = node._saved_pad, graph.behind(node, 0)
+    if x is None or result is None or min(pad) < 0 or not any(pad):
+        return None
+    corner = [0] * result.dim()
+    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
+        corner[-1 - i] = -1 if after and not before else 0
+    value = result.detach()[tuple(corner)].clone()
+
+    def padded(x: Tensor) -> Tensor:
+        sizes = [*x.shape]
+        for dim in range(len(pad) // 2):
+            sizes[-1 - dim] += pad[2 * dim] + pad[2 * dim + 1]
+        y = x.new_empty(sizes).fill_(value)
+        inside = y
+        for dim in range(len(pad) // 2):
+            inside = inside.narrow(-1 - dim, pad[2 * dim], x.shape[-1 - dim])
+        inside.copy_(x)
+        return y
+
+    return padded, (x,)
+
+
+# --- norms ------------------------------------------------------------------------------------------------------------
+
+
+def _affine(
+    graph: Graph, node: Any, names: tuple[str, ...], note: Norm | None
+) -> tuple[list[bool], list[Value]] | None:
+    """Whether there is a weight, and a bias, and those that there are; None where a bias may be unknown."""
+    has, found = [], []
+    for edge, name in ((1, "weight"), (2, "bias")):
+        value = graph.saved(node, name) if name in names else None
+        if value is None:
+            value = graph.behind(node, edge)
+        if value is None and name == "bias" and note is not None and note.bias is not None:
+            value = graph.parameter(note.bias)
+        if value is None and note is None and name not in names:
+            return None  # it may be frozen
+        has.append(value is not None)
+        found += [] if value is None else [value]
+    return has, found
+
+
+def _norm(
+    make: Callable[[Any, Norm | None], Callable[..., Tensor] | None], names: tuple[str, ...], *, has_bias: bool = True
+) -> Row:
+    """A norm whose node saves its input, and of weight and bias those of these names; ``make`` returns ``f(x, w, b)``,
+    or None where a number is missing."""
+
+    def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
+        note = node.metadata.get(NORM)
+        function = make(node, note)
+        x = None if function is None else graph.saved(node, "input")
+        affine = _affine(graph, node, names if has_bias else (*names, "bias"), note) if x is not None else None
+        if affine is None or x is None or function is None:
+            return None
+        (has_w, has_b), values = affine
+
+        def norm(x: Tensor, *given: Tensor) -> Tensor:
+            return function(x, given[0] if has_w else None, given[-1] if has_b else None)
+
+        return norm, (x, *values)
+
+    return row
+
+
+def _layer_norm(node: Any, note: Norm | None) -> Callable[..., Tensor] | None:
+    if note is None or note.eps is None:
+        return None
+    shape, eps = node._saved_normalized_shape, note.eps
+    return lambda x, w, b: F.layer_norm(x, shape, w, b, eps)
+
+
+def _rms_norm(node: Any, note: Norm | None) -> Callable[..., Tensor] | None:
+    if note is None:
+        return None
+    shape, eps = node._saved_normalized_shape, note.eps
+    return lambda x, w, b: F.rms_norm(x, shape, w, eps)
+
+
+def _group_norm(node: Any, note: Norm | None) -> Callable[..., Tensor]:
+    groups, eps = node._saved_group, node._saved_eps
+    return lambda x, w, b: F.group_norm(x, groups, w, b, eps)
+
+
+def _batch_norm(name: str) -> Callable[[Any, Norm | None], Callable[..., Tensor] | None]:
+    """By the statistics of the batch, which are not counted again; ``name`` is that of eps."""
+
+    def make(node: Any, note: Norm | None) -> Callable[..., Tensor] | None:
+        if not getattr(node, "_saved_training", True):
+            return None
+        eps, threads = getattr(node, name), torch.get_num_threads()
+
+        def norm(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+            now = torch.get_num_threads()
+            if now == threads:
+                return F.batch_norm(x, None, None, w, b, True, 0.0, eps)
+            torch.set_num_threads(threads)  # of channels-last inputs the last bits depend on how many there are
+            try:
+                return F.batch_norm(x, None, None, w, b, True, 0.0, eps)
+            finally:
+                torch.set_num_threads(now)
+
+        return norm
+
+    return make
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _to_copy(node: Any) -> Callable[..., Tensor]:
+    given = node._input_metadata[0]
+    return lambda x: x.to(device=given.device, dtype=given.dtype)
+
+
+def _signed(dim: int) -> int:
+    return dim - (1 << 64) if dim >= 1 << 63 else dim
+
+
+def _max_pool(node: Any) -> Callable[..., Tensor]:
+    options = node._saved_kernel_size, node._saved_stride, node._saved_padding, node._saved_dilation
+    return lambda x, ceil=node._saved_ceil_mode: F.max_pool2d(x, *options, ceil_mode=ceil)
+
+
+def _elu(node: Any) -> Callable[..., Tensor]:
+    return lambda z, a=node._saved_alpha, s=node._saved_scale, i=node._saved_input_scale: torch.ops.aten.elu(z, a, s, i)
+
+
+def _cat(node: Any) -> Callable[..., Tensor]:
+    dim = _signed(node._saved_dim)
+    return lambda *parts: torch.cat(parts, dim)
+
+
+def _permute(node: Any) -> Callable[..., Tensor]:
+    dims = [_signed(dim) for dim in node._saved_dims]
+    return lambda x: x.permute(dims)
+
+
+def _transpose(node: Any) -> Callable[..., Tensor]:
+    dims = _signed(node._saved_dim0), _signed(node._saved_dim1)
+    return lambda x: x.transpose(*dims)
+
+
+def _upsample(node: Any) -> Callable[..., Tensor]:
+    given = node._saved_output_size, node._saved_scales_h, node._saved_scales_w
+    return lambda x: torch.ops.aten.upsample_nearest2d(x, *given)
+
+
+#: Nodes that save their input, or the two factors, or nothing that is large.
+TABLE: dict[str, Row] = {
+    "GeluBackward0": _unary(lambda node: partial(F.gelu, approximate=node._saved_approximate)),
+    "SiluBackward0": _unary(lambda node: F.silu),
+    "MishBackward0": _unary(lambda node: F.mish),
+    "HardswishBackward0": _unary(lambda node: F.hardswish),
+    "HardsigmoidBackward0": _unary(lambda node: F.hardsigmoid),
+    "HardtanhBackward0": _unary(
+        lambda node: partial(F.hardtanh, min_val=node._saved_min_val, max_val=node._saved_max_val)
+    ),
+    "LeakyReluBackward0": _unary(lambda node: partial(F.leaky_relu, negative_slope=node._saved_negative_slope)),
+    "EluBackward0": _unary(_elu),
+    "CeluBackward0": _unary(lambda node: partial(F.celu, alpha=node._saved_alpha)),
+    "SoftplusBackward0": _unary(
+        lambda node: partial(F.softplus, beta=node._saved_beta, threshold=node._saved_threshold)
+    ),
+    "LogSigmoidBackward0": _unary(lambda node: F.logsigmoid),
+    "SoftshrinkBackward0": _unary(lambda node: partial(F.softshrink, lambd=node._saved_lambd)),
+    "HardshrinkBackward0": _unary(lambda node: partial(F.hardshrink, lambd=node._saved_lambd)),
+    "PreluKernelBackward0": _prelu,
+    "PowBackward0": _unary(lambda node: lambda x, exponent=node._saved_exponent: x.pow(exponent)),
+    "MaxPool2DWithIndicesBackward0": _unary(_max_pool),
+    "GluBackward0": _unary(lambda node: partial(F.glu, dim=_signed(node._saved_dim))),
+    "MulBackward0": _product(torch.mul),
+    "DivBackward0": _product(torch.div),
+    "NegBackward0": _behind(lambda node: torch.neg),
+    "AddBackward0": _behind(lambda node: partial(torch.add, alpha=node._saved_alpha)),
+    "SubBackward0": _behind(lambda node: partial(torch.sub, alpha=node._saved_alpha)),
+    "NativeDropoutBackward0": _dropout,
+    "ToCopyBackward0": _behind(_to_copy),
+    "CloneBackward0": _behind(lambda node: torch.clone),
+    "RepeatBackward0": _behind(lambda node: lambda x, repeats=node._saved_repeats: x.repeat(repeats)),
+    "CatBackward0": _behind(_cat),
+    "ConstantPadNdBackward0": _pad,
+    "UpsampleNearest2DBackward0": _behind(_upsample),
+    "ViewBackward0": _behind(lambda node: lambda x, shape=node._input_metadata[0].shape: x.view(shape)),
+    "UnsafeViewBackward0": _behind(lambda node: lambda x, shape=node._input_metadata[0].shape: x.view(shape)),
+    "PermuteBackward0": _behind(_permute),
+    "TransposeBackward0": _behind(_transpose),
+    "NativeLayerNormBackward0": _norm(_layer_norm, ("weight", "bias")),
+    "FusedRmsNormBackward0": _norm(_rms_norm, ("weight",), has_bias=False),
+    "NativeGroupNormBackward0": _norm(_group_norm, ("weight",)),
+    "NativeBatchNormBackward0": _norm(_batch_norm("_saved_eps"), ("weight",)),
+    "CudnnBatchNormBackward0": _norm(_batch_norm("_saved_epsilon"), ("weight",)),
+    "MiopenBatchNormBackward0": _norm(_batch_norm("_saved_epsilon"), ("weight",)),
+}
+
+#: Nodes that save their result, and the function of what stands behind them.
+RESULTS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
+    "ReluBackward0": lambda node: torch.relu,
+    "TanhBackward0": lambda node: torch.tanh,
+    "SigmoidBackward0": lambda node: torch.sigmoid,
+    "ExpBackward0": lambda node: torch.exp,
+    "LeakyReluBackward1": lambda node: partial(F.leaky_relu, negative_slope=node._saved_negative_slope),
+    "EluBackward1": _elu,
+    "CeluBackward1": lambda node: partial(F.celu, alpha=node._saved_alpha),
+}

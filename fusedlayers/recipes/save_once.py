@@ -1,0 +1,263 @@
+"""``save_once``: a pair of saved-tensor hooks by which every value is saved once.
+
+The pack hook is handed what a node saves, with the node that made it. If that result can be replayed from saved tensors
+(``replays.py``), a recipe is packed in its place (``recipe.py``), and else the tensor. What a recipe reads went through
+the same hooks, so recipes are made of recipes.
+
+Cost: some microseconds for each saved tensor, and in backward each replay once, a pass over memory as a rule. Limits:
+at most ``DEPTH`` replays one behind the other, so that chains are cut; a recipe reads what its own region has packed,
+so that none reads across a checkpoint's border.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import ContextDecorator, ExitStack
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._torch import functorch_is_active, saved_tensors_hooks_are_enabled, saved_tensors_hooks_on_top
+from ..ops.edits import is_under_checkpoint
+from .recipe import Hooks, Recipe, Saved, Value, View
+from .replays import NORM, RESULTS, TABLE, Norm
+
+#: Smaller tensors are saved as they are: a replay would take longer than it is worth.
+LEAST_BYTES = 1 << 14
+#: Replays one behind the other, at most.
+DEPTH = 4
+#: Where a node's metadata has what its first result is packed as, weakly.
+_RESULT = "fusedlayers.result"
+#: What modules run whose nodes lack a number that the replay needs. Subclasses that run something else are left alone.
+_FORWARDS = frozenset(
+    cls.forward for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d)
+)
+_PLAIN = (Tensor, nn.Parameter)
+
+
+class save_once(ContextDecorator):  # noqa: N801  # it is called as a function is
+    """Save every value once: what backward can replay from other saved tensors, by one operation, is not saved.
+
+    Gradients are those of PyTorch, to the last bit: its own nodes compute them, from the same values. Within it, a
+    block of code or a decorated function, activations behind norms, norms before matrix products, products of gates,
+    and the 16-bit copies that autocast makes of results and weights need no memory of their own.
+
+    Args:
+        model: whose norms, ``nn.LayerNorm`` and the like, say what their nodes do not: ``eps``, and a bias that is
+            frozen. Without it (or for functional calls) layer norms are saved as PyTorch saves them.
+
+    Errors: as in PyTorch, backward raises a ``RuntimeError`` where a tensor that it needs has been written to in place.
+    A weight that autocast had copied may not be written to between forward and backward either.
+
+    Nested uses in one thread, hooks that were there before (they get each tensor once), checkpoints inside and around,
+    higher derivatives and several threads work. It does nothing while ``torch.compile``, ``torch.export`` or a
+    transform of ``torch.func`` traces, and where saved-tensor hooks are disabled; a transform of ``torch.func`` within
+    it raises PyTorch's error. What is written to a result past the version counter (``.data``, NumPy), or with
+    gradients switched off before autocast or ``clone`` copies it, is not seen.
+
+    Saved: for each value that is read in backward the tensors that determine it. Never more than PyTorch.
+
+    >>> import torch, fusedlayers as fl
+    >>> layers = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 256), torch.nn.GELU())
+    >>> with fl.save_once(layers):
+    ...     loss = layers(torch.randn(128, 64)).square().sum()
+    >>> loss.backward()
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"save_once: expected a module, or nothing, got {type(model).__name__}")
+        self._model = model
+        self._on_thread = threading.local()
+
+    def _recreate_cm(self) -> Self:
+        return type(self)(self._model)  # each call of a decorated function has its own
+
+    def __enter__(self) -> Self:
+        stack = ExitStack()
+        if not _steps_aside():
+            region = Region()
+            stack.enter_context(saved_tensors_hooks(region.pack, region.unpack))
+            for module in () if self._model is None else self._model.modules():
+                if type(module).forward in _FORWARDS:
+                    stack.callback(module.register_forward_hook(_note).remove)
+        vars(self._on_thread).setdefault("entered", []).append(stack)
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._on_thread.entered.pop().__exit__(*error)
+
+
+def _steps_aside() -> bool:
+    if torch.compiler.is_compiling() or functorch_is_active() or not saved_tensors_hooks_are_enabled():
+        return True
+    hooks = saved_tensors_hooks_on_top(True)
+    is_inside = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Region)
+    return is_inside or not torch.is_grad_enabled()
+
+
+def _note(module: Any, args: Any, result: Any) -> None:
+    """A forward hook of a norm."""
+    whole = result if result._base is None else result._base  # an instance norm's is a view
+    bias = getattr(module, "bias", None)
+    if whole.grad_fn is not None and (whole is result or bias is None or bias.requires_grad):  # it repeats its bias
+        whole.grad_fn.metadata[NORM] = Norm(getattr(module, "eps", None), bias)
+
+
+class Region:
+    """What is packed between entering and leaving, and the walk of the graph that finds recipes (``replays.Graph``)."""
+
+    def __init__(self) -> None:
+        self._hooks: Hooks | None = saved_tensors_hooks_on_top(True)
+        self._shares = self._hooks is not None and not is_under_checkpoint()
+        self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Saved]]] = {}
+        self._nesting = 0
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Value:
+        """What a node keeps of this tensor."""
+        value = self._value_of(tensor)
+        value.claim()
+        return value
+
+    @staticmethod
+    def unpack(value: Value) -> Tensor:
+        return value.get()
+
+    def _value_of(self, tensor: Tensor) -> Value:
+        base = tensor._base
+        whole = tensor if base is None or base.dtype is not tensor.dtype else base
+        node = whole.grad_fn
+        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.nbytes >= LEAST_BYTES
+        if node is None or not is_plain or whole.output_nr or whole.storage_offset():
+            return self._as_it_is(tensor, whole)
+        value = self._known(node)
+        if value is not None and value.version != whole._version:  # written to since
+            return Saved(tensor, self._hooks, self)
+        if value is None or (value.source is value and node.name() in RESULTS):  # which its node has saved, so far
+            value = self._recipe(node, whole) or value
+        if value is None:
+            if self._hooks is not None and whole is not tensor:
+                return self._as_it_is(tensor, whole)
+            value = self._as_it_is(whole, whole)
+            node.metadata[_RESULT] = weakref.ref(value)
+        if isinstance(value, Recipe):
+            value.stands_for(whole)
+        return value if whole is tensor else View(tensor, value)
+
+    def _as_it_is(self, tensor: Tensor, whole: Tensor) -> Saved:
+        """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
+        if not self._shares:
+            return Saved(tensor, self._hooks, self)
+        key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset()
+        ref, known = self._packed.get(key, (None, None))
+        value = None if ref is None or known is None or ref() is not whole else known()
+        if value is None or value.version != tensor._version:
+            value = Saved(tensor, self._hooks, self)
+            self._packed[key] = weakref.ref(whole), weakref.ref(value)
+        return value
+
+    # --- the walk -----------------------------------------------------------------------------------------------------
+
+    def saved(self, node: Any, name: str) -> Value | None:
+        try:
+            packed = getattr(node, f"_raw_saved_{name}").data
+        except (AttributeError, RuntimeError):  # there is none of this name, or backward has freed it
+            return None
+        if isinstance(packed, Tensor) and packed.dim() == 0:  # a number, which hooks do not get
+            return Saved(packed, None, self)
+        return self._usable(packed)
+
+    def saved_tensors(self, node: Any) -> list[Value] | None:
+        """What a Function of this package has saved, in its order."""
+        try:
+            found = [self._usable(raw.data) for raw in node._raw_saved_tensors]
+        except RuntimeError:  # backward has freed it
+            return None
+        values = [value for value in found if value is not None]
+        return values if len(values) == len(found) else None
+
+    def behind(self, node: Any, edge: int) -> Value | None:
+        maker, output_nr = node.next_functions[edge]
+        if maker is None:
+            return None
+        leaf = getattr(maker, "variable", None)
+        if leaf is not None:  # other leaves may be a checkpoint's inputs, in its second run alone
+            return self.parameter(leaf) if isinstance(leaf, nn.Parameter) else None
+        if output_nr or self._nesting >= DEPTH:
+            return None
+        known = self._known(maker)
+        return self._recipe(maker, None) if known is None else self._usable(known)
+
+    def read(self, node: Any, name: str, edge: int) -> Value | None:
+        value = self.saved(node, name)
+        return self.behind(node, edge) if value is None else value
+
+    def parameter(self, tensor: Tensor) -> Value:
+        """A leaf, as it is now. In a process group sharded ones are freed behind the forward pass: small ones, those of
+        norms, are copied."""
+        if dist.is_available() and dist.is_initialized() and tensor.nbytes < LEAST_BYTES:
+            tensor = tensor.detach().clone()
+        return Saved(tensor, None, self)
+
+    def _usable(self, packed: Any) -> Value | None:
+        """A value that recipes may read: of this region, and not written to since."""
+        if not isinstance(packed, Value) or packed.region is not self:
+            return None
+        return None if packed.is_edited else packed.source
+
+    def _known(self, node: Any) -> Value | None:
+        """What the node's result was packed as, or made of, before."""
+        ref = node.metadata.get(_RESULT)
+        value = None if ref is None else ref()
+        return value if value is not None and value.region is self else None
+
+    def _recipe(self, node: Any, result: Tensor | None) -> Value | None:
+        """What replays a node's first result, which may be there; or what it saves itself."""
+        name = node.name()
+        row, of_result = TABLE.get(name), RESULTS.get(name)
+        if row is None and of_result is None:
+            row = getattr(getattr(node, "_forward_cls", None), "replay", None)  # a Function of this package
+        self._nesting += 1
+        try:
+            if of_result is not None:
+                return self._of_saved_result(node, result, of_result(node))
+            parts = None if row is None else row(self, node, result)
+        finally:
+            self._nesting -= 1
+        if parts is None or not parts[1] or 1 + max(value.depth for value in parts[1]) > DEPTH:
+            return None
+        # An operation in place saves a copy of its input, and its result has been written to once.
+        version = int(parts[1][0].is_clone) if result is None else result._version
+        if version > int(parts[1][0].is_clone):
+            return None
+        return self._noted(node, Recipe(name, parts[0], parts[1], self), version)
+
+    def _noted(self, node: Any, recipe: Recipe, version: int) -> Recipe:
+        """Whoever reads the node's result from now on has this recipe."""
+        recipe.version = version
+        node.metadata[_RESULT] = weakref.ref(recipe)
+        return recipe
+
+    def _of_saved_result(self, node: Any, result: Tensor | None, function: Callable[..., Tensor]) -> Value | None:
+        """A node's own saved result. It becomes a recipe where what stands behind the node can be had."""
+        try:
+            own = node._raw_saved_result.data
+        except RuntimeError:
+            return None
+        if (
+            not isinstance(own, Saved)
+            or self._usable(own) is None
+            or (result is not None and result._version != own.version)
+        ):
+            return None
+        z = self.behind(node, 0) if own.source is own else None
+        if z is not None and z.depth < DEPTH:
+            own.become(self._noted(node, Recipe(node.name(), function, (z,), self), own.version))
+        return own.source
