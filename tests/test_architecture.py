@@ -26,7 +26,7 @@ LAYERS = [
     ["backends."],
     ["sizes"],
     ["ops.", "validation"],
-    ["norm_validation"],
+    ["norm_validation", "recipes."],
     ["plan", "call", "block_plan", "norm_plan"],
     ["execute"],
     ["functional", "batch_norms", "dropouts", "gates", "norms", "memory"],

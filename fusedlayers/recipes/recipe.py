@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,8 +46,6 @@ class Value:
     """
 
     __slots__ = ("__weakref__", "_left", "_pass", "_tensor", "depth", "is_clone", "readers", "region", "version")
-    #: Whether what is read is held for other readers of the same backward pass.
-    is_shared: ClassVar[bool] = True
 
     def __init__(self, region: object, depth: int) -> None:
         self.region, self.depth, self.readers, self.version, self.is_clone = region, depth, 0, 0, False
@@ -60,7 +58,7 @@ class Value:
     def get(self) -> Tensor:
         """The tensor, for one reader."""
         current = backward_pass()
-        if not self.is_shared or current == -1:
+        if current == -1:
             return self._make()
         if current != self._pass:
             self._pass, self._left, self._tensor = current, self.readers, None
@@ -122,9 +120,10 @@ class Saved(Value):
     def get(self) -> Tensor:
         if self._recipe is not None:
             return self._recipe.get()
-        if self.unpack is None:
-            return unedited((self.packed, self.version))
-        return super().get()
+        if self.unpack is not None:
+            return super().get()
+        packed: Tensor = self.packed
+        return packed if packed._version == self.version else unedited((packed, self.version))
 
     def _make(self) -> Tensor:
         assert self.unpack is not None
@@ -195,7 +194,6 @@ class View(Value):
     """A view of a whole value: its sizes, strides and offset."""
 
     __slots__ = ("_layout", "_source")
-    is_shared = False
 
     def __init__(self, view: Tensor, source: Value) -> None:
         super().__init__(source.region, source.depth)
@@ -205,7 +203,7 @@ class View(Value):
         super().claim()
         self._source.claim()
 
-    def _make(self) -> Tensor:
+    def get(self) -> Tensor:
         size, stride, offset = self._layout
         source = self._source.recorded()
         return source.as_strided(size, stride, source.storage_offset() + offset)

@@ -25,10 +25,11 @@ NORM = "fusedlayers.norm"
 
 
 class Norm(NamedTuple):
-    """Of a norm, what its node does not tell."""
+    """Of a norm, what its node need not tell. Weight and bias come with their versions."""
 
     eps: float | None
-    bias: Tensor | None
+    weight: tuple[Tensor, int] | None
+    bias: tuple[Tensor, int] | None
 
 
 class Graph(Protocol):
@@ -46,9 +47,12 @@ class Graph(Protocol):
         """What a node reads: it has saved it, or else the node behind the edge has made it."""
         ...
 
-    def parameter(self, tensor: Tensor) -> Value:
-        """A leaf."""
+    def noted(self, noted: tuple[Tensor, int]) -> Value | None:
+        """A parameter, if it still has the version."""
         ...
+
+    #: Whether parameters may be freed behind the forward pass.
+    is_sharded: bool
 
 
 Parts = tuple[Callable[..., Tensor], Sequence[Value]]
@@ -128,43 +132,35 @@ def _pad(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
-def _affine(
-    graph: Graph, node: Any, names: tuple[str, ...], note: Norm | None
-) -> tuple[list[bool], list[Value]] | None:
-    """Whether there is a weight, and a bias, and those that there are; None where a bias may be unknown."""
-    has, found = [], []
-    for edge, name in ((1, "weight"), (2, "bias")):
-        value = graph.saved(node, name) if name in names else None
-        if value is None:
-            value = graph.behind(node, edge)
-        if value is None and name == "bias" and note is not None and note.bias is not None:
-            value = graph.parameter(note.bias)
-        if value is None and note is None and name not in names:
-            return None  # it may be frozen
-        has.append(value is not None)
-        found += [] if value is None else [value]
-    return has, found
+def _affine(graph: Graph, node: Any, note: Norm | None, saves: Sequence[str]) -> list[Value | None] | None:
+    """Weight and bias; None where they may be others, or one that is frozen may be unknown."""
+    if note is not None:
+        found = [None if given is None else graph.noted(given) for given in note[1:]]
+        is_known = all((value is None) == (given is None) for value, given in zip(found, note[1:], strict=True))
+        return found if is_known else None
+    if graph.is_sharded:
+        return None
+    found = [graph.saved(node, name) or graph.behind(node, edge) for edge, name in ((1, "weight"), (2, "bias"))]
+    return found if found[1] is not None or "bias" in saves else None
 
 
-def _norm(
-    make: Callable[[Any, Norm | None], Callable[..., Tensor] | None], names: tuple[str, ...], *, has_bias: bool = True
-) -> Row:
-    """A norm whose node saves its input, and of weight and bias those of these names; ``make`` returns ``f(x, w, b)``,
-    or None where a number is missing."""
+def _norm(make: Callable[[Any, Norm | None], Callable[..., Tensor] | None], *saves: str) -> Row:
+    """A norm whose node saves its input, and of weight and bias these; ``make`` returns ``f(x, w, b)``, or None where a
+    number is missing."""
 
     def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
         note = node.metadata.get(NORM)
         function = make(node, note)
         x = None if function is None else graph.saved(node, "input")
-        affine = _affine(graph, node, names if has_bias else (*names, "bias"), note) if x is not None else None
-        if affine is None or x is None or function is None:
+        affine = None if x is None else _affine(graph, node, note, saves)
+        if function is None or x is None or affine is None:
             return None
-        (has_w, has_b), values = affine
+        has_w, has_b = (value is not None for value in affine)
 
         def norm(x: Tensor, *given: Tensor) -> Tensor:
             return function(x, given[0] if has_w else None, given[-1] if has_b else None)
 
-        return norm, (x, *values)
+        return norm, (x, *(value for value in affine if value is not None))
 
     return row
 
@@ -287,16 +283,16 @@ TABLE: dict[str, Row] = {
     "CatBackward0": _behind(_cat),
     "ConstantPadNdBackward0": _pad,
     "UpsampleNearest2DBackward0": _behind(_upsample),
-    "ViewBackward0": _behind(lambda node: lambda x, shape=node._input_metadata[0].shape: x.view(shape)),
-    "UnsafeViewBackward0": _behind(lambda node: lambda x, shape=node._input_metadata[0].shape: x.view(shape)),
+    "ViewBackward0": _behind(lambda node: lambda x, shape=node._input_metadata[0].shape: x.reshape(shape)),
+    "UnsafeViewBackward0": _behind(lambda node: lambda x, shape=node._input_metadata[0].shape: x.reshape(shape)),
     "PermuteBackward0": _behind(_permute),
     "TransposeBackward0": _behind(_transpose),
-    "NativeLayerNormBackward0": _norm(_layer_norm, ("weight", "bias")),
-    "FusedRmsNormBackward0": _norm(_rms_norm, ("weight",), has_bias=False),
-    "NativeGroupNormBackward0": _norm(_group_norm, ("weight",)),
-    "NativeBatchNormBackward0": _norm(_batch_norm("_saved_eps"), ("weight",)),
-    "CudnnBatchNormBackward0": _norm(_batch_norm("_saved_epsilon"), ("weight",)),
-    "MiopenBatchNormBackward0": _norm(_batch_norm("_saved_epsilon"), ("weight",)),
+    "NativeLayerNormBackward0": _norm(_layer_norm, "weight", "bias"),
+    "FusedRmsNormBackward0": _norm(_rms_norm, "weight", "bias"),
+    "NativeGroupNormBackward0": _norm(_group_norm, "weight"),
+    "NativeBatchNormBackward0": _norm(_batch_norm("_saved_eps"), "weight"),
+    "CudnnBatchNormBackward0": _norm(_batch_norm("_saved_epsilon"), "weight"),
+    "MiopenBatchNormBackward0": _norm(_batch_norm("_saved_epsilon"), "weight"),
 }
 
 #: Nodes that save their result, and the function of what stands behind them.

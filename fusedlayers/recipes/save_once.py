@@ -11,6 +11,7 @@ so that none reads across a checkpoint's border.
 
 from __future__ import annotations
 
+import operator
 import threading
 import weakref
 from collections.abc import Callable
@@ -22,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch import functorch_is_active, saved_tensors_hooks_are_enabled, saved_tensors_hooks_on_top
+from .._torch import dynamo_is_loaded, functorch_is_active, saved_tensors_hooks_are_enabled, saved_tensors_hooks_on_top
 from ..ops.edits import is_under_checkpoint
 from .recipe import Hooks, Recipe, Saved, Value, View
 from .replays import NORM, RESULTS, TABLE, Norm
@@ -33,11 +34,17 @@ LEAST_BYTES = 1 << 14
 DEPTH = 4
 #: Where a node's metadata has what its first result is packed as, weakly.
 _RESULT = "fusedlayers.result"
+#: Where it has the version of a leaf behind it, when that was first seen.
+_LEAF = "fusedlayers.leaf"
 #: What modules run whose nodes lack a number that the replay needs. Subclasses that run something else are left alone.
 _FORWARDS = frozenset(
     cls.forward for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d)
 )
 _PLAIN = (Tensor, nn.Parameter)
+#: ``Value.get``, which enters one function less.
+_UNPACK = operator.methodcaller("get")
+#: The pack hooks of the regions that a thread is in.
+_inside = threading.local()
 
 
 class save_once(ContextDecorator):  # noqa: N801  # it is called as a function is
@@ -81,8 +88,13 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
     def __enter__(self) -> Self:
         stack = ExitStack()
         if not _steps_aside():
-            region = Region()
-            stack.enter_context(saved_tensors_hooks(region.pack, region.unpack))
+            pack: Callable[[Tensor], Value] = Region().pack
+            unpack: Callable[[Value], Tensor] = _UNPACK
+            if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
+                pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(lambda value: value.get())
+            stack.enter_context(saved_tensors_hooks(pack, unpack))
+            _inside.packs = [*getattr(_inside, "packs", ()), pack]
+            stack.callback(_inside.packs.pop)
             for module in () if self._model is None else self._model.modules():
                 if type(module).forward in _FORWARDS:
                     stack.callback(module.register_forward_hook(_note).remove)
@@ -96,17 +108,26 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
 def _steps_aside() -> bool:
     if torch.compiler.is_compiling() or functorch_is_active() or not saved_tensors_hooks_are_enabled():
         return True
-    hooks = saved_tensors_hooks_on_top(True)
-    is_inside = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Region)
+    hooks, packs = saved_tensors_hooks_on_top(True), getattr(_inside, "packs", None)
+    is_inside = hooks is not None and bool(packs) and hooks[0] is packs[-1]
     return is_inside or not torch.is_grad_enabled()
+
+
+def _is_sharded() -> bool:
+    """Whether parameters may be freed behind the forward pass of their part of the model, as those of FSDP are."""
+    return dist.is_available() and dist.is_initialized()
 
 
 def _note(module: Any, args: Any, result: Any) -> None:
     """A forward hook of a norm."""
-    whole = result if result._base is None else result._base  # an instance norm's is a view
-    bias = getattr(module, "bias", None)
-    if whole.grad_fn is not None and (whole is result or bias is None or bias.requires_grad):  # it repeats its bias
-        whole.grad_fn.metadata[NORM] = Norm(getattr(module, "eps", None), bias)
+    whole = result if result._base is None else result._base
+    given = [getattr(module, name, None) for name in ("weight", "bias")]
+    if whole.grad_fn is None or (whole is not result and given != [None, None]):  # an instance norm repeats them
+        return
+    if _is_sharded():
+        given = [None if tensor is None else tensor.detach().clone() for tensor in given]
+    noted = [None if tensor is None else (tensor, tensor._version) for tensor in given]
+    whole.grad_fn.metadata[NORM] = Norm(getattr(module, "eps", None), *noted)
 
 
 class Region:
@@ -125,10 +146,6 @@ class Region:
         value = self._value_of(tensor)
         value.claim()
         return value
-
-    @staticmethod
-    def unpack(value: Value) -> Tensor:
-        return value.get()
 
     def _value_of(self, tensor: Tensor) -> Value:
         base = tensor._base
@@ -189,7 +206,8 @@ class Region:
             return None
         leaf = getattr(maker, "variable", None)
         if leaf is not None:  # other leaves may be a checkpoint's inputs, in its second run alone
-            return self.parameter(leaf) if isinstance(leaf, nn.Parameter) else None
+            version = node.metadata.setdefault((_LEAF, edge), leaf._version)
+            return self.noted((leaf, version)) if isinstance(leaf, nn.Parameter) else None
         if output_nr or self._nesting >= DEPTH:
             return None
         known = self._known(maker)
@@ -199,12 +217,13 @@ class Region:
         value = self.saved(node, name)
         return self.behind(node, edge) if value is None else value
 
-    def parameter(self, tensor: Tensor) -> Value:
-        """A leaf, as it is now. In a process group sharded ones are freed behind the forward pass: small ones, those of
-        norms, are copied."""
-        if dist.is_available() and dist.is_initialized() and tensor.nbytes < LEAST_BYTES:
-            tensor = tensor.detach().clone()
-        return Saved(tensor, None, self)
+    def noted(self, noted: tuple[Tensor, int]) -> Value | None:
+        tensor, version = noted
+        return Saved(tensor, None, self) if tensor._version == version else None
+
+    @property
+    def is_sharded(self) -> bool:
+        return _is_sharded()
 
     def _usable(self, packed: Any) -> Value | None:
         """A value that recipes may read: of this region, and not written to since."""
@@ -233,9 +252,11 @@ class Region:
             self._nesting -= 1
         if parts is None or not parts[1] or 1 + max(value.depth for value in parts[1]) > DEPTH:
             return None
-        # An operation in place saves a copy of its input, and its result has been written to once.
-        version = int(parts[1][0].is_clone) if result is None else result._version
-        if version > int(parts[1][0].is_clone):
+        # An operation in place saves a copy of its input, and its result has been written to once. A Function of this
+        # package says how often it has written to it.
+        expected = getattr(node, "version", int(parts[1][0].is_clone))
+        version = expected if result is None else result._version
+        if version > expected:
             return None
         return self._noted(node, Recipe(name, parts[0], parts[1], self), version)
 

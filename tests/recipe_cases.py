@@ -1,0 +1,391 @@
+"""Small models, and ways to train them, in which ``save_once`` gives PyTorch's bits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+
+WIDTH, CHANNELS = 32, 8
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def _mlp() -> nn.Module:
+    blocks = [(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WIDTH)) for _ in range(3)]
+    return nn.Sequential(*(layer for block in blocks for layer in block))
+
+
+def _convolutions(activation: Callable[[], nn.Module]) -> nn.Module:
+    blocks = [
+        (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False), nn.BatchNorm2d(CHANNELS), activation())
+        for _ in range(3)
+    ]
+    return nn.Sequential(*(layer for block in blocks for layer in block), nn.Conv2d(CHANNELS, 4, 1))
+
+
+class Gated(nn.Module):
+    """RMS norm and a gated MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.down = nn.RMSNorm(WIDTH), nn.Linear(96, WIDTH)
+        self.gate, self.up = nn.Linear(WIDTH, 96), nn.Linear(WIDTH, 96)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))  # type: ignore[no-any-return]
+
+
+class Diffusion(nn.Module):
+    """Group norm, SiLU, convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(4))
+        self.norms = nn.ModuleList(nn.GroupNorm(4, CHANNELS) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (0, 2):
+            h = self.convolutions[i](F.silu(self.norms[i](x)))
+            x = x + self.convolutions[i + 1](F.silu(self.norms[i + 1](h)))
+        return x
+
+
+class Residual(nn.Module):
+    """Blocks of a ResNet."""
+
+    def __init__(self, inplace: bool) -> None:
+        super().__init__()
+        self.convolutions = nn.ModuleList(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1, bias=False) for _ in range(6))
+        self.norms = nn.ModuleList(nn.BatchNorm2d(CHANNELS) for _ in range(6))
+        self.inplace = inplace
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i in (0, 2, 4):
+            h = F.relu(self.norms[i](self.convolutions[i](x)), inplace=self.inplace)
+            h = self.norms[i + 1](self.convolutions[i + 1](h))
+            h = h.add_(x) if self.inplace else h + x
+            x = F.relu(h, inplace=self.inplace)
+        return x
+
+
+class Segmentation(nn.Module):
+    """Instance norms, leaky ReLU, a pooled level, a skip, a pad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1) for _ in range(2))
+        self.norm, self.plain = nn.InstanceNorm2d(CHANNELS, affine=True), nn.InstanceNorm2d(CHANNELS)
+        self.last = nn.Conv2d(2 * CHANNELS, CHANNELS, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skip = F.leaky_relu(self.norm(self.first(x)), 0.01)
+        below = F.leaky_relu(self.plain(self.second(F.max_pool2d(skip, 2))), 0.1, inplace=True)
+        y = torch.cat([skip, F.interpolate(below, scale_factor=2.0)], 1)
+        return self.last(F.pad(y, (1, 0, 1, 0)))  # type: ignore[no-any-return]
+
+
+class Odd(nn.Module):
+    """What is left of the table, behind views, halves and numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(16, WIDTH)
+        self.prelu, self.scale = nn.PReLU(16), nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        a, b = self.wide(h).chunk(2, -1)
+        y = torch.tanh(a) * torch.sigmoid(1.7 * b) * self.scale
+        z = F.glu(F.elu(y) * 2 - h, -1)
+        z = F.softplus(-z / (1 + z.abs())).pow(2)
+        z = self.last(self.prelu(z.transpose(1, 2)).transpose(1, 2))
+        return z + F.hardswish(h.permute(0, 2, 1).contiguous()).mT  # type: ignore[no-any-return]
+
+
+def _encoder() -> nn.Module:
+    return nn.TransformerEncoderLayer(WIDTH, 2, 64, 0.1, activation="gelu", batch_first=True)
+
+
+def _rows() -> Tensor:
+    return torch.randn(4, 16, WIDTH)
+
+
+def _images() -> Tensor:
+    return torch.randn(2, CHANNELS, 12, 12)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "mlp": (_mlp, _rows),
+    "gated": (Gated, _rows),
+    "relu": (lambda: _convolutions(nn.ReLU), _images),
+    "relu in place": (lambda: _convolutions(lambda: nn.ReLU(inplace=True)), _images),
+    "silu in place": (lambda: _convolutions(lambda: nn.SiLU(inplace=True)), _images),
+    "elu in place": (lambda: _convolutions(lambda: nn.ELU(inplace=True)), _images),
+    "diffusion": (Diffusion, _images),
+    "residual": (lambda: Residual(False), _images),
+    "residual in place": (lambda: Residual(True), _images),
+    "segmentation": (Segmentation, _images),
+    "encoder with dropouts": (_encoder, _rows),
+    "odd": (Odd, _rows),
+}
+
+
+# --- contexts ---------------------------------------------------------------------------------------------------------
+
+#: Makes the region that a model's calls are in, or nothing.
+Enter = Callable[[nn.Module], AbstractContextManager[Any]]
+#: Trains a model on an input, and returns what is to be the same, besides gradients, buffers and random states.
+Context = Callable[[nn.Module, Tensor, Enter], list[Tensor]]
+
+
+def recipes(model: nn.Module) -> AbstractContextManager[Any]:
+    return fl.save_once(model)
+
+
+def eager(model: nn.Module) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def plain(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    with enter(model):
+        y = model(x)
+    y.float().square().mean().backward()
+    return [y, *([x.grad] if x.grad is not None else [])]
+
+
+def _in_dtype(dtype: torch.dtype) -> Context:
+    return lambda model, x, enter: plain(model.to(dtype), x.to(dtype), enter)
+
+
+def _autocast(dtype: torch.dtype) -> Context:
+    def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+        with torch.autocast("cpu", dtype), enter(model):
+            y = model(x)
+        y.float().square().mean().backward()
+        return [y]
+
+    return train
+
+
+def _under(hooks: Callable[[], AbstractContextManager[Any]]) -> Context:
+    def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+        with hooks(), enter(model):
+            y = model(x)
+        y.square().mean().backward()
+        return [y]
+
+    return train
+
+
+def _checkpoint_inside(reentrant: bool) -> Context:
+    def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+        x.requires_grad_()
+        with enter(model):
+            y = checkpoint(model, x * 1, use_reentrant=reentrant)
+            y = F.silu(y) * y
+        y.square().mean().backward()
+        return [y, x.grad]  # type: ignore[list-item]
+
+    return train
+
+
+def _checkpoint_around(reentrant: bool) -> Context:
+    def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+        def run(x: Tensor) -> Tensor:
+            with enter(model):
+                return model(x)  # type: ignore[no-any-return]
+
+        x.requires_grad_()
+        y = checkpoint(run, x * 1, use_reentrant=reentrant)
+        y.square().mean().backward()
+        return [y, x.grad]
+
+    return train
+
+
+def _checkpoints_across(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    """Each part in a checkpoint, with a region inside, all in a region."""
+    x.requires_grad_()
+    h = x
+    with enter(model):
+        for part in model if isinstance(model, nn.Sequential) else [model]:
+
+            def run(h: Tensor, part: nn.Module = part) -> Tensor:
+                with enter(part):
+                    return part(h)  # type: ignore[no-any-return]
+
+            h = part(h.clone()) if getattr(part, "inplace", False) else checkpoint(run, h, use_reentrant=False)
+    h.square().mean().backward()
+    return [h, x.grad]  # type: ignore[list-item]
+
+
+def _twice(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    with enter(model):
+        y = model(x)
+    loss = y.square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [y]
+
+
+def _penalty(inside: bool) -> Context:
+    def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+        x.requires_grad_()
+        with enter(model):
+            y = model(x)
+            if inside:
+                (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        if not inside:
+            (g,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        (1e-3 * g.square().sum()).backward()
+        return [y, g.detach(), x.grad]  # type: ignore[list-item]
+
+    return train
+
+
+def _subset(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    parameters = [*model.parameters()]
+    with enter(model):
+        y = model(x)
+    loss = y.square().mean()
+    last = torch.autograd.grad(loss, parameters[-2:], retain_graph=True)
+    return [y, *last, *torch.autograd.grad(loss, parameters[:2])]
+
+
+def _frozen(only_norms: bool) -> Context:
+    def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+        norms = [p for module in model.modules() if hasattr(module, "eps") for p in module.parameters()]
+        for parameter in norms if only_norms else [*model.parameters()][::2]:
+            parameter.requires_grad_(False)
+        return plain(model, x.requires_grad_(), enter)
+
+    return train
+
+
+def _channels_last(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    if x.dim() == 4:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        x = x.to(memory_format=torch.channels_last)
+    else:
+        x = x.mT.contiguous().mT
+    return plain(model, x.requires_grad_(), enter)
+
+
+def _several_readers(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    with enter(model):
+        y = model(x)
+        z = F.gelu(y)
+        outputs = [z.sum(-1), (z * y).mean(0), torch.relu(z) * z, y.exp()]
+    sum((out.square().mean() for out in outputs), torch.zeros(())).backward()
+    return outputs
+
+
+def _evaluation(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    return plain(model.eval(), x.requires_grad_(), enter)
+
+
+def _accumulation(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    return [*plain(model, x, enter), *plain(model, x, enter)]
+
+
+def _backward_inside(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    with enter(model):
+        model(x).square().mean().backward()
+        loss = model(x).square().mean()
+    loss.backward()
+    return [loss]
+
+
+def _on_another_thread(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    with enter(model):
+        y = model(x)
+    loss = y.square().mean()
+
+    def backward() -> None:
+        torch.ones(9).exp()  # torch has this thread's number of threads set by its own operators alone
+        loss.backward()
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    return [y]
+
+
+def _after_an_exception(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    try:
+        with enter(model):
+            model(x)
+            raise KeyError
+    except KeyError:
+        pass
+    return plain(model, x, enter)
+
+
+def _nested(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
+    with enter(model):
+        with enter(model):
+            y = model(x)
+        with saved_tensors_hooks(lambda t: t.clone(), lambda t: t), enter(model):
+            z = model(y if x.shape == y.shape else x)
+    (y.square().mean() + z.square().mean()).backward()
+    return [y, z]
+
+
+@contextmanager
+def _copying() -> Iterator[None]:
+    with saved_tensors_hooks(lambda t: t.clone(), lambda t: t.clone()):
+        yield
+
+
+CONTEXTS: dict[str, Context] = {
+    "plain": plain,
+    "bfloat16": _in_dtype(torch.bfloat16),
+    "float16": _in_dtype(torch.float16),
+    "float64": _in_dtype(torch.float64),
+    "autocast": _autocast(torch.bfloat16),
+    "autocast to float16": _autocast(torch.float16),
+    "hooks that copy": _under(_copying),
+    "hooks that change layouts": _under(lambda: saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t)),
+    "save_on_cpu": _under(save_on_cpu),
+    "checkpoint inside": _checkpoint_inside(False),
+    "reentrant checkpoint inside": _checkpoint_inside(True),
+    "checkpoint around": _checkpoint_around(False),
+    "reentrant checkpoint around": _checkpoint_around(True),
+    "checkpoints across": _checkpoints_across,
+    "backward twice": _twice,
+    "penalty": _penalty(False),
+    "penalty inside": _penalty(True),
+    "subset of gradients": _subset,
+    "frozen": _frozen(False),
+    "frozen norms": _frozen(True),
+    "channels last": _channels_last,
+    "several readers": _several_readers,
+    "evaluation": _evaluation,
+    "accumulation": _accumulation,
+    "backward inside": _backward_inside,
+    "another thread": _on_another_thread,
+    "after an exception": _after_an_exception,
+    "nested": _nested,
+}
+
+
+def trained(model: str, context: str, enter: Enter) -> list[Tensor]:
+    """All that a training step leaves."""
+    torch.manual_seed(0)
+    make, inputs = MODELS[model]
+    module, x = make().train(), inputs()
+    results = CONTEXTS[context](module, x, enter)
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+    return [*(result.detach() for result in results), *gradients, *module.buffers(), torch.get_rng_state()]

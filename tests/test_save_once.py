@@ -1,0 +1,627 @@
+"""``save_once``: PyTorch's gradients to the last bit, and no value saved twice."""
+
+from __future__ import annotations
+
+import gc
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import product
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import programs
+import pytest
+import recipe_cases as cases
+import test_programs
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers.memory import saved_bytes
+from fusedlayers.recipes import replays, save_once
+from fusedlayers.recipes.counting import count
+from fusedlayers.utils.storages import sizes_of, tensors_in
+
+
+@pytest.fixture(autouse=True)
+def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_once, "LEAST_BYTES", 1 << 6)
+
+
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """To the last bit; NaN is NaN."""
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+# --- the same bits ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("model", "context"), [*product(cases.MODELS, cases.CONTEXTS)])
+def test_the_same_bits(model: str, context: str) -> None:
+    theirs = cases.trained(model, context, cases.eager)
+    ours = cases.trained(model, context, cases.recipes)
+    assert len(ours) == len(theirs) and all(map(are_equal, ours, theirs))
+
+
+@pytest.fixture
+def warnings_are_torchs() -> Iterator[None]:
+    """Programs do what PyTorch warns of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+EACH = 50
+
+
+@pytest.mark.usefixtures("warnings_are_torchs")
+@pytest.mark.parametrize("start", range(10_000, 15_000, EACH))
+def test_random_programs(start: int) -> None:
+    for seed in range(start, start + EACH):
+        _check(seed)
+
+
+def _check(seed: int) -> None:
+    program = programs.Program(seed)
+
+    def step(is_ours: bool) -> dict[str, Tensor]:
+        model, log = program.build()
+        with program.changed(model):
+            if is_ours:
+                model.forward = fl.save_once(model)(model.forward)  # type: ignore[method-assign]
+            return test_programs._step(program, model, log)
+
+    try:
+        theirs = step(False)
+    except Exception:  # nothing to compare with
+        return
+    ours = step(True)
+    # PyTorch keeps hooks on a view, or forgets them, by whether something has looked at it before it is written over.
+    names = [name for name in theirs if name in ours or " retain " not in name]
+    wrong = [name for name in names if not are_equal(ours[name], theirs[name])]
+    assert not wrong or not test_programs._is_right(program), f"program {seed}: {wrong}"
+    if program.outside == "plain" and not program.changes:
+        kept = [_saved_bytes_of(program, is_ours) for is_ours in (False, True)]
+        assert kept[1] <= kept[0], f"program {seed}: {kept[1]} bytes, eager {kept[0]}"
+
+
+def _saved_bytes_of(program: programs.Program, is_ours: bool) -> int:
+    model, _ = program.build()
+    x = program.inputs()
+    if program.is_second:
+        model, x = model.double(), x.double()
+    forward = fl.save_once(model)(model.forward) if is_ours else model.forward
+    torch.manual_seed(program.seed)
+    return saved_bytes(lambda: forward(x), exclude=[*model.buffers(), x])
+
+
+@pytest.mark.parametrize("name", ["BertModel", "LlamaModel", "Qwen3Model", "ViTModel", "GPT2Model"])
+@pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
+def test_models_of_transformers(name: str, is_checkpointed: bool) -> None:
+    hf = pytest.importorskip("transformers")
+    sizes_of_text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    if name in ("LlamaModel", "Qwen3Model"):
+        sizes_of_text |= {"num_key_value_heads": 2, "head_dim": 8}
+    options = {} if name == "ViTModel" else {"vocab_size": 50, "pad_token_id": 0}
+    options |= {"image_size": 32, "patch_size": 8} if name == "ViTModel" else {}
+    if name == "GPT2Model":
+        sizes_of_text = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        torch.manual_seed(0)
+        model = getattr(hf, name)(getattr(hf, name.replace("Model", "Config"))(**sizes_of_text, **options)).train()
+        if is_checkpointed:
+            with warnings.catch_warnings():  # its name changes
+                warnings.simplefilter("ignore")
+                model.gradient_checkpointing_enable()
+        inputs = {"pixel_values": torch.randn(2, 3, 32, 32)} if name == "ViTModel" else {
+            "input_ids": torch.randint(1, 50, (2, 24))
+        }  # fmt: skip
+        with torch.autocast("cpu", torch.bfloat16), enter(model):
+            y = model(**inputs).last_hidden_state
+        y.float().square().mean().backward()
+        found.append([y, *(p.grad for p in model.parameters() if p.grad is not None), torch.get_rng_state()])
+    assert all(map(are_equal, *found))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+def test_adapters() -> None:
+    peft, hf = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        torch.manual_seed(0)
+        config = hf.LlamaConfig(
+            vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
+        )
+        lora = peft.LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.1)
+        model = peft.get_peft_model(hf.LlamaModel(config), lora).train()
+        ids = torch.randint(1, 50, (2, 24))
+        with enter(model):
+            y = model(input_ids=ids).last_hidden_state
+        y.square().mean().backward()
+        found.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert len(found[0]) > 4 and all(map(are_equal, *found))
+
+
+class Trainable(nn.Module):
+    """An activation of a user's own, with a parameter in all and one for each channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate, self.scale = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.rand(cases.CHANNELS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.scale.view(-1, 1, 1)
+        return torch.where(x > 0, x * torch.sigmoid(self.rate) * scale, torch.exp(x * self.rate) - 1)
+
+
+class WithTrainable(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Conv2d(cases.CHANNELS, cases.CHANNELS, 3, padding=1) for _ in range(2))
+        self.norm, self.act = nn.BatchNorm2d(cases.CHANNELS), Trainable()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(fl.bias_act(self.norm(self.first(x)), None, self.act, dim=1))  # type: ignore[no-any-return]
+
+
+def test_an_own_activation_behind_a_norm_takes_one_buffer() -> None:
+    x = torch.randn(4, cases.CHANNELS, 16, 16)
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        torch.manual_seed(0)
+        model = WithTrainable()
+        with enter(model):
+            y = model(x)
+        kept = count(y, exclude=[model, x])
+        y.square().mean().backward()
+        found.append([y, *(p.grad for p in model.parameters())])
+    assert all(map(are_equal, *found))
+    assert x.nbytes <= kept.kept_bytes < 1.1 * x.nbytes
+    assert {spared.made_by for spared in kept.spared} == {"NativeBatchNormBackward0", "BiasActBackward"}
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _living(run: Callable[[], Tensor], own: list[Tensor]) -> int:
+    """The bytes of all storages that are alive after the forward pass, over those before, without the result's."""
+    tracking = pytest.importorskip("torch.distributed._tools.mem_tracker")
+    tracker = tracking.MemTracker()
+    tracker.track_external(*own)
+    with tracker:
+        y = run()
+        gc.collect()
+        (device,) = tracker.get_tracker_snapshot("current").values()
+    return int(device["Total"]) - sum(sizes_of(own).values()) - y.untyped_storage().nbytes()
+
+
+#: Of eager's bytes, at most.
+SHARES = {
+    "mlp": 0.60, "gated": 0.60, "relu": 0.55, "silu in place": 0.55, "diffusion": 0.35, "residual": 0.75,
+    "encoder with dropouts": 0.85,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", SHARES)
+def test_three_counts_agree(name: str, dtype: torch.dtype) -> None:
+    make, inputs = cases.MODELS[name]
+    model, x = make().to(dtype), inputs().to(dtype)
+    own = [*tensors_in(model), x]
+
+    def run() -> Tensor:
+        with fl.save_once(model):
+            return model(x)  # type: ignore[no-any-return]
+
+    y = run()
+    found, of_result = count(y, exclude=own), y.untyped_storage().nbytes()
+    is_result_saved = count(y, exclude=[*own, y]).kept_bytes < found.kept_bytes
+    by_hooks = saved_bytes(run, exclude=own)
+    assert found.kept_bytes == pytest.approx(by_hooks, rel=0.01)
+    assert found.kept_bytes == pytest.approx(_living(run, own) + is_result_saved * of_result, rel=0.01)
+    theirs = saved_bytes(lambda: model(x), exclude=own)
+    assert by_hooks <= SHARES[name] * theirs
+    # A value that a recipe spares may be one that eager does not save: another recipe reads it.
+    assert found.spared_bytes >= theirs - by_hooks > 0
+    assert all(spared.made_by in {*replays.TABLE, *replays.RESULTS} for spared in found.spared)
+
+
+def test_reports_see_what_is_packed() -> None:
+    make, inputs = cases.MODELS["mlp"]
+    model, x = make(), inputs()
+    before = fl.memory_report(model, x).saved_bytes
+    model.forward = fl.save_once(model)(model.forward)  # type: ignore[method-assign]
+    assert fl.memory_report(model, x).saved_bytes < 0.7 * before
+
+
+def test_hooks_that_copy_get_each_value_once() -> None:
+    """Three readers of a norm's output, and three of a sum."""
+    norm, readers = nn.LayerNorm(64), nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+    model = nn.ModuleList([norm, readers])
+    x = torch.randn(32, 64)
+    for source in (norm, lambda x: x + norm.weight):
+        copied = []
+        for enter in (cases.eager, cases.recipes):
+            held: list[Tensor] = []
+
+            def copy(tensor: Tensor, held: list[Tensor] = held) -> Tensor:
+                held.append(tensor.clone())
+                return held[-1]
+
+            with saved_tensors_hooks(copy, lambda t: t), enter(model):
+                h = source(x)
+                y = sum((reader(h) for reader in readers), torch.zeros(()))
+            y.sum().backward()
+            copied.append([tensor.shape for tensor in held].count(x.shape))
+        theirs, ours = copied
+        assert ours == 1 < theirs
+
+
+def test_a_partial_backward_pass_leaves_no_more_than_eager() -> None:
+    model = cases.MODELS["mlp"][0]()
+    x = torch.randn(256, cases.WIDTH)
+    last = [*model.parameters()][-1]
+    living = []
+    for enter in (cases.eager, cases.recipes):
+        with enter(model):
+            loss = model(x).square().mean()
+        torch.autograd.grad(loss, last, retain_graph=True)
+        gc.collect()
+        living.append(sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is Tensor))
+        del loss
+    assert living[1] <= living[0] + x.nbytes
+
+
+def test_nothing_is_left_behind_a_backward_pass() -> None:
+    model = cases.MODELS["relu"][0]()
+    x = torch.randn(4, cases.CHANNELS, 16, 16)
+    with fl.save_once(model):
+        loss = model(x).square().mean()
+    loss.backward()
+    assert count(loss).kept_bytes == 0  # the loss, which holds the graph, is alive
+
+
+def test_long_chains() -> None:
+    factors, h = torch.rand(1500, 64, requires_grad=True), torch.rand(64, requires_grad=True)
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        y = h
+        with enter(nn.Identity()):
+            for factor in factors:
+                y = y * factor
+            for _ in range(1500):
+                y = -y.clone()
+            z = F.silu(y)
+        found.append([*torch.autograd.grad(z.sum(), [factors, h])])
+    assert all(map(are_equal, *found))
+
+
+# --- edits ------------------------------------------------------------------------------------------------------------
+
+EDITED = "modified by an inplace operation"
+
+
+@pytest.mark.parametrize("which", ["norm's input", "norm's weight", "linear's weight", "relu's result"])
+def test_edits_raise_as_in_eager(which: str) -> None:
+    norm, linear = nn.LayerNorm(64), nn.Linear(64, 64)
+    model = nn.ModuleList([norm, linear])
+    for enter in (cases.eager, cases.recipes):
+        x = torch.randn(32, 64, requires_grad=True)
+        with enter(model):
+            before = x * 1
+            h = norm(before)
+            r = torch.relu(linear(h))
+            y = linear(r)
+        edited = {
+            "norm's input": before, "norm's weight": norm.weight, "linear's weight": linear.weight, "relu's result": r,
+        }[which]  # fmt: skip
+        with torch.no_grad():
+            edited.mul_(2)
+        with pytest.raises(RuntimeError, match=EDITED):
+            y.sum().backward()
+
+
+def test_what_is_replayed_may_be_edited() -> None:
+    """Where eager raises, for it saves the result."""
+    linear, x = nn.Linear(64, 64), torch.randn(32, 64)
+    found = []
+    for enter, is_edited in ((cases.eager, False), (cases.recipes, True)):
+        with enter(linear):
+            h = F.gelu(linear(x))
+            y = linear(h)
+        if is_edited:
+            with torch.no_grad():
+                h.zero_()
+        found.append([*torch.autograd.grad(y.sum(), [*linear.parameters()])])
+    assert all(map(are_equal, *found))
+
+
+@pytest.mark.parametrize("act", [F.gelu, torch.relu, torch.tanh, lambda z: z * torch.sigmoid(z)])
+@pytest.mark.parametrize("how", ["in place", "without gradients"])
+def test_a_result_that_is_edited_before_it_is_read_is_saved_as_it_is(act: Any, how: str) -> None:
+    norm, linear = nn.LayerNorm(64), nn.Linear(64, 64)
+    model = nn.ModuleList([norm, linear])
+    x = torch.randn(32, 64)
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        with enter(model):
+            h = act(norm(x))
+            if how == "in place":
+                h.add_(1)
+            else:
+                with torch.no_grad():
+                    h.add_(1)
+            y = linear(h)
+        found.append([*torch.autograd.grad(y.sum(), [linear.weight, linear.bias])])
+    assert all(map(are_equal, *found))
+
+
+def test_a_weight_that_autocast_has_copied_may_not_be_edited() -> None:
+    linear, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), fl.save_once():
+        y = linear(x)
+    with torch.no_grad():
+        linear.weight.add_(1)
+    with pytest.raises(RuntimeError, match=EDITED):
+        y.float().sum().backward()
+
+
+def test_results_can_be_copied_and_stored() -> None:
+    model, inputs = cases.MODELS["mlp"]
+    module, x = model(), inputs()
+    with fl.save_once(module):
+        y = module(x)
+    file = io.BytesIO()
+    torch.save(y, file)
+    assert file.tell() < 2 * y.nbytes + 4096
+    file.seek(0)
+    assert torch.equal(torch.load(file), y)
+
+
+# --- where it steps aside ---------------------------------------------------------------------------------------------
+
+
+def _is_active() -> bool:
+    x = torch.randn(32, 64, requires_grad=True)
+    y = F.gelu(x * 1).square()
+    return count(y).spared_bytes > 0
+
+
+def test_it_steps_aside() -> None:
+    with fl.save_once():
+        assert _is_active()
+        with torch.no_grad(), fl.save_once():
+            pass
+        assert _is_active()
+    assert not _is_active()
+    with disable_saved_tensors_hooks("none here"), fl.save_once():
+        F.gelu(torch.ones(32, 64, requires_grad=True)).sum().backward()
+
+    @fl.save_once()
+    def squared(x: Tensor) -> Tensor:
+        return F.gelu(x).square().sum()
+
+    x = torch.randn(32, 64)
+    expected = torch.func.grad(lambda x: F.gelu(x).square().sum())(x)
+    assert torch.equal(torch.func.grad(squared)(x), expected)
+    with fl.save_once(), pytest.raises(RuntimeError, match="saved tensor hooks"):
+        torch.func.grad(squared)(x)
+
+
+def test_it_can_be_entered_again_and_left_by_an_exception() -> None:
+    region = fl.save_once()
+
+    def leave() -> None:
+        with region:
+            assert _is_active()
+            with region:
+                assert _is_active()
+            raise KeyError
+
+    for _ in range(2):
+        with pytest.raises(KeyError):
+            leave()
+        assert not _is_active()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo reads it
+def test_compiled_parts_inside() -> None:
+    make, inputs = cases.MODELS["mlp"]
+    model, x = make(), inputs()
+    part = torch.compile(nn.Sequential(nn.Linear(cases.WIDTH, 64), nn.GELU(), nn.Linear(64, 8)), backend="eager")
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        with enter(model):
+            y = part(F.silu(model(x)))
+        found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])])
+    assert all(map(are_equal, *found))
+
+
+def test_fake_tensors() -> None:
+    with torch._subclasses.FakeTensorMode(), fl.save_once():
+        y = F.gelu(nn.Linear(64, 64)(torch.ones(32, 64)))
+        y.sum().backward()
+
+
+def test_what_is_not_a_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="save_once: expected a module, or nothing, got type"):
+        fl.save_once(nn.Linear)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="save_once: expected a module, or nothing, got function"):
+        fl.save_once(lambda x: x)  # type: ignore[arg-type]
+
+
+def test_models_are_as_they_were() -> None:
+    model = cases.MODELS["mlp"][0]()
+    before = {name: {**vars(module)} for name, module in model.named_modules()}
+    with fl.save_once(model):
+        model(torch.randn(8, cases.WIDTH))
+    assert {name: {**vars(module)} for name, module in model.named_modules()} == before
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+def _names(node: Any) -> set[str]:
+    return {name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")}
+
+
+X = torch.randn(2, 4, 6, 6, requires_grad=True)
+W = nn.Parameter(torch.rand(4))
+#: Row -> what makes such a node, and what it saves.
+NODES: dict[str, tuple[Callable[[], Tensor], set[str]]] = {
+    "GeluBackward0": (lambda: F.gelu(X), {"self"}),
+    "SiluBackward0": (lambda: F.silu(X), {"self"}),
+    "MishBackward0": (lambda: F.mish(X), {"self"}),
+    "HardswishBackward0": (lambda: F.hardswish(X), {"self"}),
+    "HardsigmoidBackward0": (lambda: F.hardsigmoid(X), {"self"}),
+    "HardtanhBackward0": (lambda: F.relu6(X), {"self"}),
+    "LeakyReluBackward0": (lambda: F.leaky_relu(X), {"self"}),
+    "LeakyReluBackward1": (lambda: F.leaky_relu_(X * 1), {"result"}),
+    "EluBackward0": (lambda: F.selu(X), {"self"}),
+    "EluBackward1": (lambda: F.elu_(X * 1), {"result"}),
+    "CeluBackward0": (lambda: F.celu(X, 0.5), {"self"}),
+    "CeluBackward1": (lambda: F.celu_(X * 1), {"result"}),
+    "SoftplusBackward0": (lambda: F.softplus(X, 2.0), {"self"}),
+    "LogSigmoidBackward0": (lambda: F.logsigmoid(X), {"self", "buffer"}),
+    "SoftshrinkBackward0": (lambda: F.softshrink(X), {"self"}),
+    "HardshrinkBackward0": (lambda: F.hardshrink(X), {"self"}),
+    "PreluKernelBackward0": (lambda: F.prelu(X, W), {"self", "weight"}),
+    "PowBackward0": (lambda: X.pow(2), {"self"}),
+    "MaxPool2DWithIndicesBackward0": (lambda: F.max_pool2d(X, 2), {"self", "result1"}),
+    "GluBackward0": (lambda: F.glu(X, 1), {"self"}),
+    "MulBackward0": (lambda: X * X.exp(), {"self", "other"}),
+    "DivBackward0": (lambda: X / X.exp(), {"self", "other"}),
+    "NegBackward0": (lambda: -X, set()),
+    "AddBackward0": (lambda: X + X.exp(), set()),
+    "SubBackward0": (lambda: X - X.exp(), set()),
+    "ToCopyBackward0": (lambda: X.bfloat16(), set()),
+    "CloneBackward0": (lambda: X.clone(), set()),
+    "RepeatBackward0": (lambda: W.repeat(2), set()),
+    "CatBackward0": (lambda: torch.cat([X, X], 1), set()),
+    "ConstantPadNdBackward0": (lambda: F.pad(X, (1, 0)), set()),
+    "UpsampleNearest2DBackward0": (lambda: F.interpolate(X, scale_factor=2.0), set()),
+    "ViewBackward0": (lambda: X.view(-1), set()),
+    "UnsafeViewBackward0": (lambda: torch.ops.aten._unsafe_view(X, [2, -1]), set()),
+    "PermuteBackward0": (lambda: X.permute(0, 2, 3, 1), set()),
+    "TransposeBackward0": (lambda: X.transpose(1, -1), set()),
+    "NativeLayerNormBackward0": (
+        lambda: F.layer_norm(X, (6,)), {"input", "weight", "bias", "result1", "result2"}
+    ),
+    "NativeGroupNormBackward0": (lambda: F.group_norm(X, 2, W, W), {"input", "weight", "result1", "result2"}),
+    "NativeBatchNormBackward0": (
+        lambda: F.batch_norm(X, None, None, W, W, training=True),
+        {"input", "weight", "running_mean", "running_var", "result1", "result2"},
+    ),
+    "ReluBackward0": (lambda: torch.relu(X), {"result"}),
+    "TanhBackward0": (lambda: torch.tanh(X), {"result"}),
+    "SigmoidBackward0": (lambda: torch.sigmoid(X), {"result"}),
+    "ExpBackward0": (lambda: X.exp(), {"result"}),
+}  # fmt: skip
+#: Nodes of GPUs alone.
+ON_GPUS = {
+    "NativeDropoutBackward0", "FusedRmsNormBackward0", "CudnnBatchNormBackward0", "MiopenBatchNormBackward0",
+}  # fmt: skip
+
+
+def test_each_row_has_a_node() -> None:
+    assert NODES.keys() | ON_GPUS == replays.TABLE.keys() | replays.RESULTS.keys()
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_nodes_of_this_torch(name: str) -> None:
+    """A new version of PyTorch that names a node in another way, or has it save something else, shows here."""
+    make, saves = NODES[name]
+    node: Any = make().grad_fn
+    assert node.name() == name and _names(node) == saves
+
+
+@pytest.mark.parametrize("name", NODES)
+def test_rows_replay(name: str) -> None:
+    """Behind a norm, and read by a product."""
+    if name in ("RepeatBackward0", "UnsafeViewBackward0"):  # of a weight; of what a product makes
+        return
+    found = []
+    norm = nn.LayerNorm(6)
+    x = torch.randn(2, 4, 6, 6)
+    make = NODES[name][0]
+    for enter in (cases.eager, cases.recipes):
+        with enter(norm), pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "X", norm(x))
+            y = make()
+            loss = (y.float() * y.float().detach().requires_grad_()).sum() + (y.square().float()).sum()
+        spared = count(loss).spared
+        found.append([loss.detach(), *torch.autograd.grad(loss, [*norm.parameters()])])
+    assert all(map(are_equal, *found))
+    names = {replayed.made_by for replayed in spared}
+    assert name in names or name in ("ViewBackward0", "PermuteBackward0", "TransposeBackward0")  # views of the norm's
+
+
+def test_a_faked_graph_of_cudas_autocast() -> None:
+    """There a norm casts its 16-bit input, and saves the copy: it is replayed where its source is saved."""
+    linear = nn.Linear(64, 64)
+    x = torch.randn(32, 64)
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        with enter(linear):
+            h = linear(x).bfloat16() * 1.5
+            y = F.silu(h).float() + h.float().square()  # silu saves h, and square its copy
+        kept = count(y).spared
+        found.append([*torch.autograd.grad(y.sum(), [*linear.parameters()])])
+    assert all(map(are_equal, *found))
+    assert ("ToCopyBackward0", ("PowBackward0",)) in {(spared.made_by, spared.read_by) for spared in kept}
+
+
+# --- host ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_linear_layer_enters_few_functions() -> None:
+    """Of its two packs and two unpacks."""
+    root, entered = str(Path(fl.__file__).parent), []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            entered.append(frame.f_code.co_name)
+
+    linear = nn.Linear(64, 64)
+    x = torch.randn(32, 64, requires_grad=True)
+    with fl.save_once():
+        h = linear(x)
+        before = sys.getprofile()
+        sys.setprofile(note)
+        try:
+            y = linear(h)
+        finally:
+            sys.setprofile(before)
+    packs = len(entered)
+    sys.setprofile(note)
+    try:
+        y.sum().backward()
+    finally:
+        sys.setprofile(before)
+    assert 0 < packs <= 18 and len(entered) - packs <= 8, entered
+
+
+def test_checkpoints_read_nothing_across_their_border() -> None:
+    """What a checkpoint recomputes reads no recipe of the region around it."""
+    norm, linear = nn.LayerNorm(64), nn.Linear(64, 64)
+    model = nn.ModuleList([norm, linear])
+    x = torch.randn(32, 64)
+    with fl.save_once(model):
+        h = norm(x)
+
+        def run(h: Tensor) -> Tensor:
+            with fl.save_once(model):
+                return F.gelu(linear(h))
+
+        y = checkpoint(run, h, use_reentrant=False)
+    assert all("LayerNorm" not in spared.made_by for spared in count(y).spared)
+    y.sum().backward()
