@@ -116,7 +116,7 @@ class Case:
 
 
 def _of(name: str, **sizes: Any) -> Callable[[Any], nn.Module]:
-    return lambda hf: getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(**sizes))  # type: ignore[no-any-return]
+    return lambda hf: getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(**sizes))
 
 
 def _limits(*shares: float) -> dict[str, float]:
@@ -345,4 +345,5 @@ def _peak(make: Callable[[Any], nn.Module], hf: Any, dtype: str, is_checkpointed
         y.float().square().mean().backward()
     (device,) = tracker.get_tracker_snapshot("peak").values()
     own = 2 * sum(parameter.nbytes for parameter in model.parameters())
-    return int(device["Total"]) - own
+    peak: int = device["Total"]
+    return peak - own

@@ -103,7 +103,7 @@ class BiasAct(Node):
         if plan.saved != "input" or values is None:
             return None
 
-        def activated(z: Tensor, *operands: Tensor) -> Tensor:
+        def activated(z: Tensor, *operands: Tensor) -> Any:
             return plan.backend.bias_act(z, None, plan.activation, operands, dim=plan.dim, encode=False, out=None)
 
         return activated, values

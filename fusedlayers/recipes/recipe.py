@@ -49,7 +49,8 @@ class Value:
 
     def __init__(self, region: object, depth: int) -> None:
         self.region, self.depth, self.readers, self.version, self.is_clone = region, depth, 0, 0, False
-        self._pass, self._left, self._tensor = -1, 0, None
+        self._pass, self._left = -1, 0
+        self._tensor: Tensor | None = None
 
     def claim(self) -> None:
         """There is one reader more."""

@@ -51,8 +51,10 @@ class Graph(Protocol):
         """A parameter, if it still has the version."""
         ...
 
-    #: Whether parameters may be freed behind the forward pass.
-    is_sharded: bool
+    @property
+    def is_sharded(self) -> bool:
+        """Whether parameters may be freed behind the forward pass."""
+        ...
 
 
 Parts = tuple[Callable[..., Tensor], Sequence[Value]]

@@ -88,7 +88,7 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
     def __enter__(self) -> Self:
         stack = ExitStack()
         if not _steps_aside():
-            pack: Callable[[Tensor], Value] = Region().pack
+            pack: Callable[[Tensor], Value] = _region().pack
             unpack: Callable[[Value], Tensor] = _UNPACK
             if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
                 pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(lambda value: value.get())
@@ -105,11 +105,25 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
         self._on_thread.entered.pop().__exit__(*error)
 
 
+def _region() -> Region:
+    """A new one; or the last one, where hooks that were there before still are: the modules of a checkpointed block
+    read one another's values."""
+    hooks: Hooks | None = saved_tensors_hooks_on_top(True)
+    last = getattr(_inside, "last", None)
+    known: Region | None = None if last is None else last()
+    if known is not None and known.hooks is not None and hooks is not None and known.hooks[0] is hooks[0]:
+        return known
+    region = Region(hooks)
+    _inside.last = weakref.ref(region)
+    return region
+
+
 def _steps_aside() -> bool:
     if torch.compiler.is_compiling() or functorch_is_active() or not saved_tensors_hooks_are_enabled():
         return True
-    hooks, packs = saved_tensors_hooks_on_top(True), getattr(_inside, "packs", None)
-    is_inside = hooks is not None and bool(packs) and hooks[0] is packs[-1]
+    hooks = saved_tensors_hooks_on_top(True)
+    packs: list[Any] = getattr(_inside, "packs", [])
+    is_inside = bool(hooks and packs) and hooks[0] is packs[-1]
     return is_inside or not torch.is_grad_enabled()
 
 
@@ -133,9 +147,9 @@ def _note(module: Any, args: Any, result: Any) -> None:
 class Region:
     """What is packed between entering and leaving, and the walk of the graph that finds recipes (``replays.Graph``)."""
 
-    def __init__(self) -> None:
-        self._hooks: Hooks | None = saved_tensors_hooks_on_top(True)
-        self._shares = self._hooks is not None and not is_under_checkpoint()
+    def __init__(self, hooks: Hooks | None) -> None:
+        self.hooks = hooks
+        self._shares = hooks is not None and not is_under_checkpoint()
         self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Saved]]] = {}
         self._nesting = 0
 
@@ -150,17 +164,17 @@ class Region:
     def _value_of(self, tensor: Tensor) -> Value:
         base = tensor._base
         whole = tensor if base is None or base.dtype is not tensor.dtype else base
-        node = whole.grad_fn
+        node: Any = whole.grad_fn  # torch takes its metadata for a method
         is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.nbytes >= LEAST_BYTES
         if node is None or not is_plain or whole.output_nr or whole.storage_offset():
             return self._as_it_is(tensor, whole)
         value = self._known(node)
         if value is not None and value.version != whole._version:  # written to since
-            return Saved(tensor, self._hooks, self)
+            return Saved(tensor, self.hooks, self)
         if value is None or (value.source is value and node.name() in RESULTS):  # which its node has saved, so far
             value = self._recipe(node, whole) or value
         if value is None:
-            if self._hooks is not None and whole is not tensor:
+            if self.hooks is not None and whole is not tensor:
                 return self._as_it_is(tensor, whole)
             value = self._as_it_is(whole, whole)
             node.metadata[_RESULT] = weakref.ref(value)
@@ -171,12 +185,12 @@ class Region:
     def _as_it_is(self, tensor: Tensor, whole: Tensor) -> Saved:
         """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
         if not self._shares:
-            return Saved(tensor, self._hooks, self)
+            return Saved(tensor, self.hooks, self)
         key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset()
         ref, known = self._packed.get(key, (None, None))
         value = None if ref is None or known is None or ref() is not whole else known()
         if value is None or value.version != tensor._version:
-            value = Saved(tensor, self._hooks, self)
+            value = Saved(tensor, self.hooks, self)
             self._packed[key] = weakref.ref(whole), weakref.ref(value)
         return value
 

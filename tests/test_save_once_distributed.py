@@ -1,0 +1,71 @@
+"""``save_once`` in several processes: the same bits as without, under DDP and with sharded parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import processes
+import pytest
+import recipe_cases as cases
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from fusedlayers.recipes import save_once
+
+
+class Block(nn.Module):
+    """A norm at the end, as BERT's: the next block reads it when this one's parameters are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x + self.linear(x))  # type: ignore[no-any-return]
+
+
+def _sharded(**options: object) -> Callable[[nn.Sequential], nn.Module]:
+    def wrap(model: nn.Sequential) -> nn.Module:
+        for block in model[:3]:
+            fully_shard(block, **options)
+        return fully_shard(model, **options)
+
+    return wrap
+
+
+ENGINES: dict[str, Callable[[nn.Sequential], nn.Module]] = {
+    "ddp": DistributedDataParallel,
+    "fsdp": _sharded(),
+    "fsdp, bfloat16": _sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+}
+
+
+def _trained(engine: str, enter: cases.Enter, autocast: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    model = ENGINES[engine](nn.Sequential(Block(), Block(), Block(), nn.GELU(), nn.Linear(64, 8)))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), enter(model):
+        y = model(torch.randn(16, 64))
+    y.float().square().mean().backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return [y.detach(), *(g.full_tensor() if isinstance(g, DTensor) else g for g in gradients if g is not None)]
+
+
+def _compared(rank: int, processes: int) -> dict[str, bool]:
+    save_once.LEAST_BYTES = 1 << 6
+    found = {}
+    for engine in ENGINES:
+        for autocast in (False, True):
+            ours, theirs = (_trained(engine, enter, autocast) for enter in (cases.recipes, cases.eager))
+            is_same = len(ours) == len(theirs) > 8 and all(map(torch.equal, ours, theirs))
+            found[f"{engine}{', autocast' * autocast}"] = is_same
+    return found
+
+
+def test_the_same_bits_in_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed")
+    for found in processes.results(_compared, 2, tmp_path):
+        assert len(found) == 6 and all(found.values()), found
