@@ -344,6 +344,6 @@ def _peak(make: Callable[[Any], nn.Module], hf: Any, dtype: str, is_checkpointed
             y = model(input_ids=ids).last_hidden_state
         y.float().square().mean().backward()
     (device,) = tracker.get_tracker_snapshot("peak").values()
-    own = 2 * sum(parameter.nbytes for parameter in model.parameters())
+    own: int = 2 * sum(parameter.nbytes for parameter in model.parameters())
     peak: int = device["Total"]
     return peak - own

@@ -168,6 +168,11 @@ SLOW: dict[str, dict[str, int]] = {
     "test_register": {
         "test_a_registered_function_is_known_by_name_and_as_itself": 16,
     },
+    "test_save_once": {
+        "test_nodes_of_this_torch": 99,
+        "test_random_programs": 2,
+        "test_rows_replay": 99,
+    },
     "test_saved_memory": {
         "test_compiled": 4,
         "test_compiled_by_inductor": 0,

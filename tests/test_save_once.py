@@ -345,7 +345,17 @@ def test_what_is_replayed_may_be_edited() -> None:
     assert all(map(are_equal, *found))
 
 
-@pytest.mark.parametrize("act", [F.gelu, torch.relu, torch.tanh, lambda z: z * torch.sigmoid(z)])
+@pytest.mark.parametrize(
+    "act",
+    [
+        F.gelu,
+        torch.relu,
+        torch.tanh,
+        lambda z: z * torch.sigmoid(z),
+        lambda z: F.silu(z.clone()),
+        lambda z: z.clone() * z,
+    ],
+)
 @pytest.mark.parametrize("how", ["in place", "without gradients"])
 def test_a_result_that_is_edited_before_it_is_read_is_saved_as_it_is(act: Any, how: str) -> None:
     norm, linear = nn.LayerNorm(64), nn.Linear(64, 64)

@@ -42,13 +42,13 @@ class Value:
         depth: how many replays lie behind it, one behind the other.
         readers: how many saved tensors and recipes read it.
         version: of the tensor that it stands for, when that was saved.
-        is_clone: whether it is a copy by ``clone``, as autograd saves of what an operation in place writes over.
+        cloned: the sequence number of the ``clone`` that made it, or -1.
     """
 
-    __slots__ = ("__weakref__", "_left", "_pass", "_tensor", "depth", "is_clone", "readers", "region", "version")
+    __slots__ = ("__weakref__", "_left", "_pass", "_tensor", "cloned", "depth", "readers", "region", "version")
 
     def __init__(self, region: object, depth: int) -> None:
-        self.region, self.depth, self.readers, self.version, self.is_clone = region, depth, 0, 0, False
+        self.region, self.depth, self.readers, self.version, self.cloned = region, depth, 0, 0, -1
         self._pass, self._left = -1, 0
         self._tensor: Tensor | None = None
 
@@ -110,8 +110,10 @@ class Saved(Value):
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:
         super().__init__(region, 0)
-        node = tensor.grad_fn
-        self.version, self.is_clone = tensor._version, node is not None and node.name() == "CloneBackward0"
+        self.version = tensor._version
+        node: Any = tensor.grad_fn
+        if node is not None and node.name() == "CloneBackward0":
+            self.cloned = node._sequence_nr()
         self._recipe: Recipe | None = None
         self._layout = None if hooks is None else (tensor.size(), tensor.stride())
         self.unpack = None if hooks is None else hooks[1]
@@ -172,7 +174,6 @@ class Recipe(Value):
         super().__init__(region, 1 + max((value.depth for value in operands), default=0))
         self.made_by, self._function, self._operands = made_by, function, tuple(operands)
         self.layout: Layout | None = None
-        self.is_clone = made_by == "CloneBackward0"
         self.nbytes = 0
         for value in operands:
             value.claim()

@@ -135,9 +135,10 @@ def _is_sharded() -> bool:
 def _note(module: Any, args: Any, result: Any) -> None:
     """A forward hook of a norm."""
     whole = result if result._base is None else result._base
-    given = [getattr(module, name, None) for name in ("weight", "bias")]
-    if whole.grad_fn is None or (whole is not result and given != [None, None]):  # an instance norm repeats them
-        return
+    given = [module._parameters.get(name) for name in ("weight", "bias")]
+    is_instance_norm = whole is not result  # which repeats them
+    if whole.grad_fn is None or "weight" not in module._parameters or (is_instance_norm and given != [None, None]):
+        return  # without a weight there are parametrizations, or replicas
     if _is_sharded():
         given = [None if tensor is None else tensor.detach().clone() for tensor in given]
     noted = [None if tensor is None else (tensor, tensor._version) for tensor in given]
@@ -266,13 +267,15 @@ class Region:
             self._nesting -= 1
         if parts is None or not parts[1] or 1 + max(value.depth for value in parts[1]) > DEPTH:
             return None
-        # An operation in place saves a copy of its input, and its result has been written to once. A Function of this
-        # package says how often it has written to it.
-        expected = getattr(node, "version", int(parts[1][0].is_clone))
-        version = expected if result is None else result._version
-        if version > expected:
+        # A Function of this package says how often it has written to its result. An operation in place has once, and
+        # saves a clone of its input, which is made after its node.
+        version = getattr(node, "version", int(parts[1][0].cloned > node._sequence_nr()))
+        if result is not None and result._version != version:
             return None
-        return self._noted(node, Recipe(name, parts[0], parts[1], self), version)
+        recipe = self._noted(node, Recipe(name, parts[0], parts[1], self), version)
+        if name == "CloneBackward0":
+            recipe.cloned = node._sequence_nr()
+        return recipe
 
     def _noted(self, node: Any, recipe: Recipe, version: int) -> Recipe:
         """Whoever reads the node's result from now on has this recipe."""
