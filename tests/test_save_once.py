@@ -235,6 +235,16 @@ def test_three_counts_agree(name: str, dtype: torch.dtype) -> None:
     assert all(spared.made_by in {*replays.TABLE, *replays.RESULTS} for spared in found.spared)
 
 
+def test_readers_are_named() -> None:
+    model, x = cases.MODELS["gated"][0](), torch.randn(16, cases.WIDTH)
+    with fl.save_once(model):
+        y = model(x)
+    (norm,) = (
+        spared for spared in count(y, model=model).spared if "Addmm" in spared.read_by[0] and len(spared.read_by) > 1
+    )
+    assert norm.made_by == "MulBackward0" and {*norm.modules} == {"gate", "up"} and norm.nbytes == x.nbytes
+
+
 def test_reports_see_what_is_packed() -> None:
     make, inputs = cases.MODELS["mlp"]
     model, x = make(), inputs()

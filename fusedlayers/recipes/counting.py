@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..utils.autograd_graph import is_leaf, nodes_of, raw_saved
 from ..utils.storages import sizes_of, tensors_in
@@ -17,11 +17,13 @@ class Spared(NamedTuple):
 
     Attributes:
         made_by: the node whose result it is; ``read_by``: those that have it for a saved tensor.
+        modules: whose parameters the readers read, for each reader; empty where it reads none.
         nbytes: of the tensor that is not saved.
     """
 
     made_by: str
     read_by: tuple[str, ...]
+    modules: tuple[str, ...]
     nbytes: int
 
 
@@ -36,20 +38,47 @@ class Count(NamedTuple):
         return sum(value.nbytes for value in self.spared)
 
 
-def count(result: Any, exclude: Any = ()) -> Count:
-    """What is packed in the graph of ``result``: each storage once, without those of ``exclude``."""
+def count(result: Any, exclude: Any = (), model: nn.Module | None = None) -> Count:
+    """What is packed in the graph of ``result``: each storage once, without those of ``exclude``; with the names of the
+    model's modules."""
     tensors: list[Tensor] = []
-    readers: dict[int, tuple[Recipe, list[str]]] = {}
+    readers: dict[int, tuple[Recipe, list[Any]]] = {}
+    owners = {
+        id(parameter): path
+        for path, module in (() if model is None else model.named_modules())
+        for parameter in module.parameters(recurse=False)
+    }
     for node in nodes_of(tensors_in(result)):
         for packed in () if is_leaf(node) else _packed(node):
             held = (value.packed for value in all_of([packed]) if isinstance(value, Saved))
             tensors += [tensor for tensor in held if isinstance(tensor, Tensor)]
             source = _replayed(packed)
             if source is not None:
-                readers.setdefault(id(source), (source, []))[1].append(node.name())
+                readers.setdefault(id(source), (source, []))[1].append(node)
     left_out = sizes_of(tensors_in(exclude)).keys()
     kept = sum(size for key, size in sizes_of(tensors).items() if key not in left_out)
-    return Count(kept, tuple(Spared(r.made_by, tuple(names), r.nbytes) for r, names in readers.values()))
+    spared = [
+        Spared(
+            recipe.made_by, tuple(n.name() for n in nodes), tuple(_module_of(n, owners) for n in nodes), recipe.nbytes
+        )
+        for recipe, nodes in readers.values()
+    ]
+    return Count(kept, tuple(spared))
+
+
+def _module_of(node: Any, owners: Mapping[int, str]) -> str:
+    """Whose parameter is behind the node, or behind the cast and the view of it."""
+    pending = [(following, 2) for following, _ in node.next_functions]
+    while pending:
+        following, left = pending.pop(0)
+        if following is None:
+            continue
+        owner = owners.get(id(getattr(following, "variable", None)))
+        if owner is not None:
+            return owner
+        if left and following.name() in ("TBackward0", "ToCopyBackward0"):
+            pending += [(behind, left - 1) for behind, _ in following.next_functions]
+    return ""
 
 
 def _packed(node: Any) -> Iterator[Value]:
