@@ -295,6 +295,31 @@ def contexts_table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def recipes_table(run: dict[str, Any]) -> str:
+    """Whole models within ``save_once``: what it leaves of eager's saved bytes, and the time of a step."""
+    dtypes = {"float32": "float32", "bfloat16": "bfloat16", "autocast": "autocast to bfloat16"}
+    lines = [
+        measured_on(run),
+        "",
+        f"| Saved MiB, before and within `save_once`; time of a step | {' | '.join(dtypes.values())} |",
+        "|---|" + "--:|" * len(dtypes),
+    ]
+    cases = {(row["model"], row["dtype"]): row for row in run["cases"]}
+    for model in dict.fromkeys(row["model"] for row in run["cases"]):
+        cells = [model]
+        for dtype in dtypes:
+            row = cases[model, dtype]
+            before, after = (row[who]["hooks"] for who in ("eager", "recipes"))
+            change = round(100 * (after - before) / before)
+            cells.append(f"{before / 2**20:.1f}, **{after / 2**20:.1f}** ({change:+d} %), {row['ratio']:.2f}x")
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| Peak MiB over parameters and gradients, six layers | PyTorch | **`save_once`** |", "|---|--:|--:|"]
+    for row in run["peaks"]:
+        peaks = [row[f"{who}_peak_bytes"] / 2**20 for who in ("eager", "recipes")]
+        lines.append(f"| {row['id'].replace('/', ', ')} | {peaks[0]:.0f} | **{peaks[1]:.0f}** ({row['share']:.2f}x) |")
+    return "\n".join(lines)
+
+
 #: One row for each kind of part: the benchmark, what the part is, and whose, as the benchmark calls them.
 OVERVIEW = (
     ("dense", "Linear + GELU", "BERT-base", "gelu"),
@@ -574,6 +599,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "conv": partial(_tables, subject="conv", table=conv_table),
     "containers": partial(_tables, subject="containers", table=containers_table),
     "contexts": partial(_tables, subject="contexts", table=contexts_table),
+    "recipes": partial(_tables, subject="recipes", table=recipes_table),
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
     "fit": partial(_tables, subject="fit", table=fit_table),

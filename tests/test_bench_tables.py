@@ -280,6 +280,23 @@ def test_the_table_of_small_calls(tmp_path: Path) -> None:
     assert "`python -m bench overhead --fake-gpu` makes one" in tables.TABLES["host"](tmp_path)
 
 
+def test_the_recipes_table(tmp_path: Path) -> None:
+    rows = [
+        {
+            "id": f"bert/{dtype}", "model": "BERT", "dtype": dtype, "ratio": 1.05 + i,
+            "eager": {"hooks": 20 << 20}, "recipes": {"hooks": (10 + i) << 20},
+        }
+        for i, dtype in enumerate(("float32", "bfloat16", "autocast"))
+    ]  # fmt: skip
+    peak = {"id": "BERT/float32", "eager_peak_bytes": 40 << 20, "recipes_peak_bytes": 30 << 20, "share": 0.75}
+    lines = table_of("recipes", {**a_run(rows), "peaks": [peak]}, tmp_path)
+    assert (
+        "| BERT | 20.0, **10.0** (-50 %), 1.05x | 20.0, **11.0** (-45 %), 2.05x | 20.0, **12.0** (-40 %), 3.05x |"
+        in lines
+    )
+    assert "| BERT, float32 | 40 | **30** (0.75x) |" in lines
+
+
 def test_the_contexts_table(tmp_path: Path) -> None:
     contexts = {name: {"eager": 20 << 20, "fusedlayers": (20 - i) << 20} for i, name in enumerate(tables.CONTEXTS)}
     row = {"id": "bert/float32/4", "model": "BERT", "layers": None, "input": [4, 256], "contexts": contexts}
