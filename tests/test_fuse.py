@@ -1875,15 +1875,17 @@ def test_vmap_of_gradients_that_are_differentiated_again(x: Tensor) -> None:
 
 
 def test_second_derivatives(x: Tensor) -> None:
-    model = nn.Sequential(MLP(), Gated(), RMSNorm(IN), nn.Linear(IN, 2)).double()
-    eager, x = copy.deepcopy(model), x.double().requires_grad_()
-    fl.fuse(model, x)
+    model = nn.Sequential(MLP(), Gated(), RMSNorm(IN), nn.Linear(IN, 2))
+    eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
+    assert {place.activation or place.pattern for place in fl.fuse(model, x).replaced} >= {"gelu", "gate", "rms_norm"}
     found = []
-    for each in (model, eager):
-        (g,) = torch.autograd.grad(each(x).pow(2).sum(), x, create_graph=True)
+    for each in (model, eager, exact):
+        leaf = x.detach().to(next(each.parameters()).dtype).requires_grad_()
+        (g,) = torch.autograd.grad(each(leaf).pow(2).sum(), leaf, create_graph=True)
         found.append(torch.autograd.grad(g.pow(2).sum(), [*each.parameters()]))
-    for ours, theirs in zip(*found, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-8)
+    for ours, theirs, truth in zip(*found, strict=True):
+        error, torchs = (float((t.double() - truth).norm()) for t in (ours, theirs))
+        assert error <= 2 * torchs + 1e-4 * float(truth.norm())  # what the branch bit of GELU leaves
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:torch", "ignore::DeprecationWarning")

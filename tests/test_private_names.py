@@ -164,10 +164,7 @@ def test_each_has_a_line_of_its_own(name: str) -> None:
     assert len(re.findall(f"{assigned}|{imported}|{defined}", SOURCE, re.MULTILINE)) == 1
 
 
-@pytest.mark.filterwarnings(
-    "ignore:.*torch.jit.*:DeprecationWarning",
-    "ignore:TF32 acceleration on top of oneDNN:UserWarning",  # as soon as its flags are set
-)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("name", _torch.__all__)
 def test_each_does_what_it_says(name: str) -> None:
     CHECKS[name]()
@@ -525,6 +522,16 @@ def _() -> None:
     batch, instance = (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d), (nn.InstanceNorm2d,)
     assert all(issubclass(kind, _torch.NormBase) for kind in batch + instance)
     assert not issubclass(nn.LayerNorm, _torch.NormBase)
+
+
+@check("queue_callback")
+def _() -> None:
+    called: list[int] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda gradient: _torch.queue_callback(lambda: called.append(_torch.backward_pass())))
+    y.sum().backward()
+    assert len(called) == 1
 
 
 @check("batch_norm_with_statistics")

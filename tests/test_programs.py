@@ -143,8 +143,7 @@ def _fuse(program: programs.Program, model: nn.Module) -> None:
 
 
 def _input(program: programs.Program, is_example: bool = False) -> Tensor:
-    x = program.inputs(is_example)
-    return x.double() if program.is_second and not is_example else x
+    return program.inputs(is_example)
 
 
 def _keeps_no_more(program: programs.Program, model: nn.Module, eager: nn.Module) -> None:
@@ -165,8 +164,6 @@ def _step(
     program: programs.Program, model: nn.Module, log: Any, changed: bool = True, is_example: bool = False
 ) -> Found:
     """What a training step computes, by name."""
-    if program.is_second:
-        model.double()
     dtype = next(model.parameters()).dtype
     x = _input(program, is_example).to(dtype).requires_grad_(program.x_needs_gradient or program.is_second)
     torch.manual_seed(program.seed)
@@ -223,7 +220,7 @@ class Errors(NamedTuple):
                 error, eager_error = (float((found.double() - exact).norm()) for found in (value, theirs[name]))
                 of[name] = error, eager_error, float(exact.norm())
         gradient = max((size for name, (*_, size) in of.items() if name.startswith("gradient")), default=0.0)
-        unit = 1e-8 if program.is_second else 1e-2 if program.uses_autocast else 1e-5
+        unit = 1e-2 if program.uses_autocast else 1e-5
         return cls(of, gradient, unit, program.uses_autocast)
 
     @classmethod

@@ -96,8 +96,6 @@ def _check(seed: int) -> None:
 def _saved_bytes_of(program: programs.Program, is_ours: bool) -> int:
     model, _ = program.build()
     x = program.inputs()
-    if program.is_second:
-        model, x = model.double(), x.double()
     forward = fl.save_once(model)(model.forward) if is_ours else model.forward
     torch.manual_seed(program.seed)
     return saved_bytes(lambda: forward(x), exclude=[*model.buffers(), x])
