@@ -94,8 +94,10 @@ def _gpus() -> str:
 
 
 def _kernels() -> str:
+    if gpu_settings.kernels_are_off():
+        return f"switched off by {gpu_settings.VARIABLE}"
     reason = backends.no_triton_because()
-    if reason is not None and torch.cuda.device_count() and os.environ.get(gpu_settings.VARIABLE, "").lower() != "off":
+    if reason is not None and torch.cuda.device_count():
         raise RuntimeError(f"Triton does not run, and PyTorch computes in its place: {reason}")
     return "Triton runs" if reason is None else f"none: {reason}"
 

@@ -332,11 +332,16 @@ def _layers(
     cast = autocast_dtype(input) if others else None
     input = input if cast is None else shared_cast(input, cast)  # once for both halves of a gate
     save = "auto" if options.save == "recompute" else options.save  # which would save more, layer by layer
-    if options.dropout and not others and activation.is_fusible and not torch.compiler.is_compiling():
+    is_trained = needs_gradient(input, w, b, *(t for layer in others for t in layer))
+    if options.dropout and not others and is_trained and activation.is_fusible and not torch.compiler.is_compiling():
         return F.linear(run_dropout(MATMUL, input, w, b, None, activation, options.dropout, save), *last)
     is_usual = validation.are_usual((input, w), (b,))
     plan, record, operands = plan_dense(input, w, b, None, activation, save, is_usual)
     activated = PATHS[plan.path](plan, MATMUL, input, w, b, None, record, operands)
+    if plan.path == "no_grad" and not is_trained:  # it is nobody else's
+        for other in others:
+            activated.mul_(F.linear(input, *other))
+        return F.linear(F.dropout(activated, options.dropout, inplace=True) if options.dropout else activated, *last)
     return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
 
 

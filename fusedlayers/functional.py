@@ -303,7 +303,7 @@ def mlp(
 
     Saved: one hidden buffer or none, ``input`` if ``weight1`` needs a gradient, and the weights that gradients go
     through. Backward writes over the buffer, unless the graph is kept for another backward pass. Where ``weight1`` is
-    frozen or computed the block runs layer by layer, and saves what ``dense_bias_act`` and ``F.linear`` save.
+    frozen or computed, or no gradient is needed, the block runs layer by layer, as ``dense_bias_act`` and ``F.linear``.
 
     >>> import torch, fusedlayers as fl
     >>> fl.mlp(torch.ones(2, 3), torch.ones(8, 3), None, torch.ones(3, 8), None, "relu")

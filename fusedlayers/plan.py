@@ -245,7 +245,8 @@ def choose_save(function: str, activation: Activation, save: str, dtype: torch.d
 
 def describe(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None = None) -> str:
     """What ``choose_save`` has chosen, and why, for people. With a device, it says where PyTorch computes instead."""
-    if save != "output" and (left := activation.left_because(dtype)) is not None:
+    left = activation.left_because(dtype)
+    if left is not None and (save != "output" or activation.is_identity):  # which is refused
         return f"not fused: {left}"
     if activation.is_identity:
         return "saves nothing"

@@ -108,6 +108,9 @@ def test_loops_that_are_switched_off_are_not_broken(
 def test_a_word_that_is_none_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv(build.VARIABLE, "fast")
     assert "got 'fast', expected 'on' or 'off'" in told("compiled loops", capsys, 1)
+    gpu_settings.kernels_are_off.cache_clear()
+    monkeypatch.setenv(gpu_settings.VARIABLE, "tuned")
+    assert "got 'tuned', expected 'on' or 'off'" in told("Triton's kernels", capsys, 1)
 
 
 @pytest.mark.usefixtures("unbuilt")
@@ -141,8 +144,8 @@ def test_triton_that_does_not_run_is_broken_where_there_is_a_gpu(
     cpu = torch.device("cpu")
     monkeypatch.setattr(doctor, "_self_test", lambda device, test=doctor._self_test: test(cpu))
     assert told("Triton's kernels", capsys, 1).endswith("PyTorch computes in its place: Triton is not installed")
-    monkeypatch.setenv(gpu_settings.VARIABLE, "off")
-    assert told("Triton's kernels", capsys) == "none: Triton is not installed"
+    monkeypatch.setattr(gpu_settings, "kernels_are_off", lambda: True)
+    assert told("Triton's kernels", capsys) == f"switched off by {gpu_settings.VARIABLE}"
     assert told("cuda:0", capsys) == "one" and "off by" in told("self-test on cuda:0", capsys)
 
 

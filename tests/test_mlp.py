@@ -326,6 +326,21 @@ def test_matmuls_add_16_bit_products_in_float32_where_they_can(monkeypatch: pyte
         reference.assert_as_good_as_torch(ours, other, true)
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("save", ["auto", "recompute"])
+@every_kind
+def test_without_gradients_it_needs_no_more_than_eager(kind: Kind, save: str, dropout: float) -> None:
+    tensors = [None if t is None else t.detach() for t in kind.leaves(rows=512)]
+
+    def eager() -> Tensor:
+        return kind.eager(*tensors, lambda z: F.dropout(F.gelu(z), dropout) if dropout else F.gelu(z))
+
+    ours = functools.partial(kind.function, *tensors, "gelu", save=save, dropout=dropout)
+    for call in (ours, eager):
+        call()
+    assert peak_bytes(ours, device="cpu") <= peak_bytes(eager, device="cpu")
+
+
 def test_more_chunks_need_less() -> None:
     x, w1, w2 = torch.randn(2048, 16), torch.randn(4096, 16), torch.randn(16, 4096)
     tensors = [t.requires_grad_() for t in (x, w1, w2)]

@@ -56,7 +56,7 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     parser.add_argument("--layers", type=positive, metavar="N", help="transformer blocks")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of weights and batches (default: 0)")
     parser.add_argument("--threads", type=positive, metavar="N", help="CPU threads (default: torch's choice)")
-    parser.add_argument("--out", type=Path, default="fusedlayers-demo.png", help="(default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("fusedlayers-demo.png"), help="(default: %(default)s)")
     parser.set_defaults(run=run, error=parser.error)
 
 
@@ -94,6 +94,12 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     options["dtype"] = DTYPES[options["dtype"]]
     if arguments.seconds is not None or arguments.steps is None:
         options["seconds"] = arguments.seconds or SECONDS
+    if where.type == "cuda" and not torch.cuda.is_available():
+        arguments.error("--device cuda: torch finds no GPU; use --device cpu")
+    if options["width"] % 4:
+        arguments.error(f"--width {options['width']}: expected a multiple of 4, for four heads")
+    if arguments.out.suffix != ".png" or not arguments.out.parent.is_dir():
+        arguments.error(f"--out {arguments.out}: expected a name that ends in .png, in a folder that exists")
     if where.type == "cpu" and options["dtype"] == torch.float16:
         arguments.error("--dtype float16 trains on cuda only; use float32 or bfloat16 with --device cpu")
     return Settings(device=where, activation=arguments.activation, seed=arguments.seed, **options)

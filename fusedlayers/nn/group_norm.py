@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import backends
-from ..activations import Activation
+from ..activations import FLOAT64_IS_TORCHS, Activation
 from ..functional import bias_act
 from ..norm_validation import check_norm_save
 from ..norms import group_norm
@@ -112,6 +112,8 @@ class FusedGroupNormAct(FusedAct):
         return 2, self.num_channels, 5, 5
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
+        if dtype is torch.float64:
+            return f"not fused: {FLOAT64_IS_TORCHS}"
         if self.save == "input":
             return "saves the norm's input and output"
         device = self._device() if self.save == "auto" else None
