@@ -268,10 +268,6 @@ SMALL: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
 ORDERS = [("tanh", "output"), ("softplus", "output"), ("gelu", "input"), ("silu", "recompute"), ("mish", "auto")]
 
 
-#: What rounded outputs may add, and a branch in the last bit, by ``save``.
-ADDED = {"output": 1e-4, "auto": 1e-4, "input": 3e-6, "recompute": 3e-6}
-
-
 @pytest.mark.usefixtures("no_small_route")
 @pytest.mark.parametrize(("name", "save"), ORDERS)
 @pytest.mark.parametrize("last", [False, True], ids=["contiguous", "channels_last"])
@@ -284,7 +280,7 @@ def test_first_and_second_derivatives(case: str, name: str, save: str, last: boo
     x = x.detach().to(memory_format=FORMATS[x.dim()]).requires_grad_() if last else x
     ours, eager = _calls(save, **options)
     calls = (lambda *t: ours(*t, name)), (lambda *t: eager(*t, resolve(name).plain))
-    reference.check_orders(*calls, (x, w, b), ADDED[save])
+    reference.check_orders(*calls, (x, w, b), reference.added(resolve(name), save))
 
 
 # --- memory formats ---------------------------------------------------------------------------------------------------
@@ -533,7 +529,7 @@ def test_residuals_have_first_and_second_derivatives(product: str, needed: str, 
         lambda x, w, b, r: ours(x, w, b, name, residual=r, save=save),
         lambda x, w, b, r: eager(x, w, b, resolve(name).plain, residual=r),
     )
-    reference.check_orders(*calls, arguments, ADDED[save])
+    reference.check_orders(*calls, arguments, reference.added(resolve(name), save))
 
 
 @every_product

@@ -156,10 +156,6 @@ def _eager(dense: bool, activation: Activation) -> Call:
     return lambda *tensors: function(*tensors, activation.function)
 
 
-#: What rounded outputs may add, and a branch in the last bit, by ``save``.
-ADDED = {"auto": 1e-4, "output": 1e-4, "input": 3e-6, "recompute": 3e-6}
-
-
 ORDERS = [pytest.param(a, save, id=f"{a}-{save}") for a in TABLE for save in ("auto", *SAVES)]
 
 
@@ -178,7 +174,7 @@ BY_TURNS = [(i + i // 4) % 2 == 0 for i in range(len(ORDERS))]
 def test_first_and_second_derivatives(activation: Activation, save: str, dense: bool) -> None:
     arguments = [a.clone().requires_grad_() for a in _smooth_arguments(dense)]
     calls = _function(dense, activation, save), _eager(dense, activation)
-    reference.check_orders(*calls, arguments, ADDED[save])
+    reference.check_orders(*calls, arguments, reference.added(activation, save))
 
 
 @pytest.mark.usefixtures("no_small_route")
@@ -203,7 +199,7 @@ def test_third_derivatives(name: str, save: str, dense: bool) -> None:
         return torch.stack([slope.square().sum() for slope in slopes]).sum()
 
     calls = (functools.partial(penalty, f) for f in (_function(dense, activation, save), _eager(dense, activation)))
-    reference.check_orders(*calls, arguments, ADDED[save])
+    reference.check_orders(*calls, arguments, reference.added(activation, save))
 
 
 @every_folded
