@@ -314,7 +314,8 @@ def _on_another_thread(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor
     loss = y.square().mean()
 
     def backward() -> None:
-        torch.ones(9).exp()  # torch has this thread's number of threads set by its own operators alone
+        torch.get_num_threads()  # which has this thread compute with as many as the others
+        torch.ones(9).exp()
         loss.backward()
 
     thread = threading.Thread(target=backward)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -26,6 +27,8 @@ import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 from fusedlayers.recipes import replays, save_once
 from fusedlayers.recipes.counting import count
+from fusedlayers.recipes.recipe import Recipe, Saved, Value, all_of
+from fusedlayers.utils.autograd_graph import is_leaf, nodes_of, raw_saved
 from fusedlayers.utils.storages import sizes_of, tensors_in
 
 
@@ -213,7 +216,7 @@ SHARES = {
 @pytest.mark.parametrize("name", SHARES)
 def test_three_counts_agree(name: str, dtype: torch.dtype) -> None:
     make, inputs = cases.MODELS[name]
-    model, x = make().to(dtype), inputs().to(dtype)
+    model, x = make().to(dtype), torch.cat([inputs()] * 4).to(dtype)  # so many that copies of norms' weights are few
     own = [*tensors_in(model), x]
 
     def run() -> Tensor:
@@ -385,7 +388,7 @@ def test_a_result_that_is_edited_before_it_is_read_is_saved_as_it_is(act: Any, h
 
 def test_a_weight_that_autocast_has_copied_may_not_be_edited() -> None:
     linear, x = nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16), fl.save_once():
+    with torch.autocast("cpu", torch.bfloat16), fl.save_once(linear):
         y = linear(x)
     with torch.no_grad():
         linear.weight.add_(1)
@@ -403,6 +406,247 @@ def test_results_can_be_copied_and_stored() -> None:
     assert file.tell() < 2 * y.nbytes + 4096
     file.seek(0)
     assert torch.equal(torch.load(file), y)
+
+
+# --- corners ----------------------------------------------------------------------------------------------------------
+
+
+class PlusOne(nn.Module):
+    def forward(self, b: Tensor) -> Tensor:
+        return b + 1
+
+
+def _norm_and_linear(width: int = 32) -> tuple[nn.LayerNorm, nn.Linear, nn.ModuleList, Tensor]:
+    norm, linear = nn.LayerNorm(width), nn.Linear(width, width)
+    return norm, linear, nn.ModuleList([norm, linear]), torch.randn(8, width)
+
+
+def _parametrized_bias(enter: cases.Enter) -> list[Tensor]:
+    norm, linear, model, x = _norm_and_linear()
+    nn.utils.parametrize.register_parametrization(norm, "bias", PlusOne())
+    with enter(model):
+        y = linear(norm(x))
+    return [*torch.autograd.grad(y.sum(), [linear.weight])]
+
+
+def _bias_of_another_kind(enter: cases.Enter) -> list[Tensor]:
+    norm, linear, model, x = _norm_and_linear()
+    del norm.bias
+    norm.bias = torch.ones(32)
+    with enter(model):
+        y = linear(norm(x))
+    return [*torch.autograd.grad(y.sum(), [linear.weight])]
+
+
+def _conjugates(enter: cases.Enter) -> list[Tensor]:
+    a, w = (torch.randn(8, 8, dtype=torch.complex64, requires_grad=True) for _ in range(2))
+    with enter(nn.Identity()):
+        h = a * w
+        y = (h * h.conj()).real.sum()
+    with torch.autograd.graph.save_on_cpu(), enter(nn.Identity()):
+        z = (a @ w + a.conj() @ w).abs().sum()
+    return [torch.view_as_real(g) for g in torch.autograd.grad(y + z, [a, w])]
+
+
+def _edited_parameter(enter: cases.Enter) -> list[Tensor]:
+    w, x = nn.Parameter(torch.randn(32, 32)), torch.randn(8, 32, requires_grad=True)
+    model = nn.ParameterList([w])
+    with enter(model):
+        k = -w
+        with torch.no_grad():
+            w.clamp_(-0.1, 0.1)
+        y = F.linear(x, k)
+    return [*torch.autograd.grad(y.square().sum(), [x])]
+
+
+def _casts_from_before_a_step(enter: cases.Enter) -> list[Tensor]:
+    """Autocast's cache over an optimizer's step."""
+    linear, x = nn.Linear(32, 32), torch.randn(8, 32)
+    optimizer = torch.optim.SGD(linear.parameters(), 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        with enter(linear):
+            y = linear(x)
+        y.float().square().sum().backward()
+        optimizer.step()
+        leaf = x.clone().requires_grad_()
+        with enter(linear):
+            y = linear(leaf)
+    y.float().square().sum().backward()
+    assert leaf.grad is not None
+    return [leaf.grad]
+
+
+def _trained_norms_between(enter: cases.Enter) -> list[Tensor]:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))
+    x = torch.randn(2, 3, 8, 8, requires_grad=True)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("bias" in name)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    with enter(model):
+        y = model(x)
+    y.sum().backward(retain_graph=True)
+    optimizer.step()
+    y.square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def _promotion_in_place(enter: cases.Enter) -> list[Tensor]:
+    norm, linear, model, x = _norm_and_linear()
+    model.bfloat16()
+    scale, w = torch.rand(32, requires_grad=True), torch.rand(32, 32, requires_grad=True)
+    with enter(model):
+        y = norm(x.bfloat16()).mul_(scale).float() @ w
+        z = linear(norm(x.bfloat16()).mul_(scale)).float()
+    return [*torch.autograd.grad(y.sum() + z.sum(), [w, linear.weight])]
+
+
+def _plain_batch_norm_in_16_bits(enter: cases.Enter) -> list[Tensor]:
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, affine=False), nn.Conv2d(4, 4, 1))
+    with torch.autocast("cpu", torch.bfloat16), enter(model):
+        y = model(torch.randn(3, 4, 9, 9))
+    return [*torch.autograd.grad(y.float().square().sum(), [model[2].weight])]
+
+
+def _hooks_on_norms(enter: cases.Enter) -> list[Tensor]:
+    _, linear, model, x = _norm_and_linear()
+    other, pair = nn.LayerNorm(32), nn.LayerNorm(32)
+    other.register_forward_hook(lambda m, i, o: F.layer_norm(i[0], (32,), eps=1.0))
+    pair.register_forward_hook(lambda m, i, o: (o, 1))
+    with enter(nn.ModuleList([model, other, pair])):
+        y = linear(other(linear(x))) + linear(pair(x)[0])
+    return [*torch.autograd.grad(y.sum(), [linear.weight])]
+
+
+def _another_threads_edit(enter: cases.Enter) -> list[Tensor]:
+    norm, linear, model, x = _norm_and_linear()
+    results: list[Tensor] = []
+    with enter(model):
+        for _ in range(50):
+            copied = norm(x).clone()
+        linear(copied)
+
+        def work() -> None:
+            h = F.silu(copied)
+            with torch.no_grad():
+                h.mul_(3)
+            results.append(h)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        y = linear(results[0])
+    return [*torch.autograd.grad(y.square().sum(), [linear.weight])]
+
+
+def _cropped(enter: cases.Enter) -> list[Tensor]:
+    conv = nn.Conv2d(4, 4, 3)
+    with enter(conv):
+        y = conv(F.pad(F.silu(conv(torch.randn(2, 4, 8, 8))), (-1, -1, -1, -1)))
+    return [*torch.autograd.grad(y.sum(), [conv.weight])]
+
+
+def _nested(enter: cases.Enter) -> list[Tensor]:
+    linear = nn.Linear(32, 32)
+    rows = torch.nested.nested_tensor([torch.randn(5, 32), torch.randn(7, 32)])
+    with enter(linear):
+        y = linear(F.gelu(linear(rows)))
+    return [*torch.autograd.grad(y.to_padded_tensor(0.0).sum(), [linear.weight])]
+
+
+def _sparse_under_hooks(enter: cases.Enter) -> list[Tensor]:
+    w = torch.randn(32, 32, requires_grad=True)
+    sparse = torch.eye(32).to_sparse_csr()
+    with torch.autograd.graph.save_on_cpu(), enter(nn.Identity()):
+        y = torch.sparse.mm(sparse, w * 2)
+    return [*torch.autograd.grad(y.sum(), [w])]
+
+
+class Replaying(torch.autograd.Function):
+    """Of a user's, with an attribute of the name that ours have."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0]
+
+    def replay(self) -> None:
+        raise AssertionError
+
+
+def _function_of_a_user(enter: cases.Enter) -> list[Tensor]:
+    linear = nn.Linear(32, 32)
+    with enter(linear):
+        y = linear(Replaying.apply(linear(torch.randn(8, 32))))
+    return [*torch.autograd.grad(y.sum(), [linear.weight])]
+
+
+def _frozen_encoder(enter: cases.Enter) -> list[Tensor]:
+    """Its layers take PyTorch's fast path, whose bits are others."""
+    layer = nn.TransformerEncoderLayer(32, 2, 128, batch_first=True, dropout=0, norm_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval().requires_grad_(False)
+    mask = torch.zeros(4, 8, dtype=torch.bool)
+    mask[:, 5:] = True
+    with enter(encoder):
+        return [encoder(torch.randn(4, 8, 32), src_key_padding_mask=mask)]
+
+
+CORNERS: list[Callable[[cases.Enter], list[Tensor]]] = [
+    _parametrized_bias, _bias_of_another_kind, _conjugates, _edited_parameter, _casts_from_before_a_step,
+    _trained_norms_between, _promotion_in_place, _plain_batch_norm_in_16_bits, _hooks_on_norms, _another_threads_edit,
+    _cropped, _nested, _sparse_under_hooks, _function_of_a_user, _frozen_encoder,
+]  # fmt: skip
+
+
+@pytest.mark.usefixtures("warnings_are_torchs")
+@pytest.mark.parametrize("corner", CORNERS, ids=lambda corner: corner.__name__.strip("_"))
+def test_corners(corner: Callable[[cases.Enter], list[Tensor]]) -> None:
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        torch.manual_seed(0)
+        found.append(corner(enter))
+    assert all(map(are_equal, *found))
+
+
+def test_what_nobody_reads_holds_nothing() -> None:
+    """A recipe that was looked at and left reads nothing: replays are dropped behind their last reader."""
+    layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), torch.randn(64, 64)
+    held: list[int] = []
+    with fl.save_once(layers):
+        z = layers[0](x)
+        for layer in layers:
+            h = F.gelu(z)
+            z = layer(-h + layer(h))
+    loss = z.sum()
+    first = min(nodes_of([loss]), key=lambda node: node._sequence_nr())
+
+    def look(gradients: Any) -> None:
+        values = (value for value in gc.get_objects() if type(value) in (Saved, Recipe))
+        held.append(sum(value._tensor is not None for value in values))
+
+    first.register_prehook(look)
+    loss.backward()
+    assert held == [0]
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["sum", "cast"])
+def test_no_more_than_eager_where_a_branch_is_dropped(cast: bool) -> None:
+    first, second, last = (nn.Linear(32, 32) for _ in range(3))
+    x = torch.randn(64, 32)
+    kept = []
+    for enter in (cases.eager, cases.recipes):
+        with enter(nn.ModuleList([first, second, last])):
+            a, b = first(x), second(x)
+            dropped = a.square().mean() + b.square().mean()
+            y = a.bfloat16() @ torch.ones(32, 1, dtype=torch.bfloat16, requires_grad=True) if cast else last(a + b)
+        del dropped, a, b
+        packed = [raw.data for node in nodes_of([y]) if not is_leaf(node) for raw in raw_saved(node)]
+        values = all_of([value for value in packed if isinstance(value, Value)])
+        tensors = [*(t for t in packed if isinstance(t, Tensor)), *(v.packed for v in values if isinstance(v, Saved))]
+        kept.append(sum(sizes_of(t for t in tensors if isinstance(t, Tensor)).values()))
+    assert kept[1] <= kept[0]
 
 
 # --- where it steps aside ---------------------------------------------------------------------------------------------
@@ -572,7 +816,7 @@ def test_rows_replay(name: str) -> None:
     x = torch.randn(2, 4, 6, 6)
     make = NODES[name][0]
     for enter in (cases.eager, cases.recipes):
-        with enter(norm), pytest.MonkeyPatch.context() as patch:
+        with enter(nn.ModuleList([norm, nn.ParameterList([W])])), pytest.MonkeyPatch.context() as patch:
             patch.setitem(globals(), "X", norm(x))
             y = make()
             loss = (y.float() * y.float().detach().requires_grad_()).sum() + (y.square().float()).sum()

@@ -106,7 +106,7 @@ class Saved(Value):
         unpack: the hook that brings it back.
     """
 
-    __slots__ = ("_layout", "_recipe", "packed", "unpack")
+    __slots__ = ("_layout", "_recipe", "nbytes", "packed", "unpack")
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:
         super().__init__(region, 0)
@@ -115,7 +115,9 @@ class Saved(Value):
         if node is not None and node.name() == "CloneBackward0":
             self.cloned = node._sequence_nr()
         self._recipe: Recipe | None = None
-        self._layout = None if hooks is None else (tensor.size(), tensor.stride())
+        self.nbytes = tensor.nbytes
+        is_laid_out = hooks is not None and tensor.layout is torch.strided
+        self._layout = (tensor.size(), tensor.stride()) if is_laid_out else None
         self.unpack = None if hooks is None else hooks[1]
         # Detached, for a tensor that an operation in place has made its own result would hold its own node.
         self.packed = (tensor if tensor.grad_fn is None else tensor.detach()) if hooks is None else hooks[0](tensor)
@@ -151,7 +153,8 @@ class Saved(Value):
     def become(self, recipe: Recipe) -> None:
         """From now on it is replayed."""
         self._recipe, self.packed, self.depth = recipe, None, recipe.depth
-        recipe.readers += self.readers
+        for _ in range(self.readers):
+            recipe.claim()
 
     def operands(self) -> Sequence[Value]:
         return () if self._recipe is None else (self._recipe,)
@@ -161,28 +164,31 @@ class Recipe(Value):
     """``function(*operands)``.
 
     Attributes:
-        made_by: the name of the node whose result it is.
+        made_by: the name of the node whose result it is; ``dtype``: of that, also where it was written over another.
         layout: sizes and strides that the replay must have; None where nobody has seen the tensor.
         nbytes: of the tensor that is not saved.
     """
 
-    __slots__ = ("_function", "_operands", "layout", "made_by", "nbytes")
+    __slots__ = ("_function", "_operands", "dtype", "layout", "made_by", "nbytes")
 
-    def __init__(
-        self, made_by: str, function: Callable[..., Tensor], operands: Sequence[Value], region: object
-    ) -> None:
+    def __init__(self, node: Any, function: Callable[..., Tensor], operands: Sequence[Value], region: object) -> None:
         super().__init__(region, 1 + max((value.depth for value in operands), default=0))
-        self.made_by, self._function, self._operands = made_by, function, tuple(operands)
+        self.made_by, self.dtype = node.name(), node._input_metadata[0].dtype
+        self._function, self._operands = function, tuple(operands)
         self.layout: Layout | None = None
         self.nbytes = 0
-        for value in operands:
-            value.claim()
+
+    def claim(self) -> None:
+        if not self.readers:  # a recipe that nobody reads reads nothing
+            for value in self._operands:
+                value.claim()
+        super().claim()
 
     def _make(self) -> Tensor:
         with torch.no_grad():
             given = [value.recorded() for value in self._operands]
             with torch.autocast(given[0].device.type, enabled=False) if autocast_is_active() else nullcontext():
-                return laid_out(self._function(*given), self.layout)
+                return laid_out(self._function(*given).to(self.dtype), self.layout)
 
     def stands_for(self, tensor: Tensor) -> None:
         """Its replays are laid out as this tensor, which is not saved."""
@@ -209,6 +215,10 @@ class View(Value):
         size, stride, offset = self._layout
         source = self._source.recorded()
         return source.as_strided(size, stride, source.storage_offset() + offset)
+
+    @property
+    def is_edited(self) -> bool:
+        return self._source.is_edited
 
     def operands(self) -> Sequence[Value]:
         return (self._source,)

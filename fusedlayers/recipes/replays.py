@@ -5,11 +5,12 @@ It returns None where a number that the result depends on is in no node: the add
 
 Limits: results are those of the same operators on the same operands, so they are the same bits wherever an operator
 gives the same bits twice. What code writes to a result in place, with gradients switched off, before the next operation
-reads it, is seen where that operation saves the result, and not where a cast or a copy stands between.
+reads it, is seen where that operation saves the result, and not where it saves nothing of it.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -25,11 +26,11 @@ NORM = "fusedlayers.norm"
 
 
 class Norm(NamedTuple):
-    """Of a norm, what its node need not tell. Weight and bias come with their versions."""
+    """Of a norm, what its node need not tell; weight and bias are copies, which nobody writes to or frees."""
 
     eps: float | None
-    weight: tuple[Tensor, int] | None
-    bias: tuple[Tensor, int] | None
+    weight: Tensor | None
+    bias: Tensor | None
 
 
 class Graph(Protocol):
@@ -47,13 +48,13 @@ class Graph(Protocol):
         """What a node reads: it has saved it, or else the node behind the edge has made it."""
         ...
 
-    def noted(self, noted: tuple[Tensor, int]) -> Value | None:
-        """A parameter, if it still has the version."""
+    def constant(self, tensor: Tensor) -> Value:
+        """A tensor that nobody writes to."""
         ...
 
     @property
     def is_sharded(self) -> bool:
-        """Whether parameters may be freed behind the forward pass."""
+        """Whether parameters may be freed behind the forward pass of their part of the model, as FSDP's are."""
         ...
 
 
@@ -109,7 +110,7 @@ def _dropout(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
 
 def _pad(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
     """The number that is padded with is read off the result: it is in a corner."""
-    pad, x = node._saved_pad, graph.behind(node, 0)
+    pad, x = [_signed(number) for number in node._saved_pad], graph.behind(node, 0)
     if x is None or result is None or min(pad) < 0 or not any(pad):
         return None
     corner = [0] * result.dim()
@@ -135,11 +136,11 @@ def _pad(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
 
 
 def _affine(graph: Graph, node: Any, note: Norm | None, saves: Sequence[str]) -> list[Value | None] | None:
-    """Weight and bias; None where they may be others, or one that is frozen may be unknown."""
+    """Weight and bias; None where one that is frozen may be unknown, or copies would be as large as the result."""
     if note is not None:
-        found = [None if given is None else graph.noted(given) for given in note[1:]]
-        is_known = all((value is None) == (given is None) for value, given in zip(found, note[1:], strict=True))
-        return found if is_known else None
+        copies = sum(given.numel() for given in (note.weight, note.bias) if given is not None)
+        is_worth_it = 2 * copies <= math.prod(node._input_metadata[0].shape)
+        return [None if t is None else graph.constant(t) for t in (note.weight, note.bias)] if is_worth_it else None
     if graph.is_sharded:
         return None
     found = [graph.saved(node, name) or graph.behind(node, edge) for edge, name in ((1, "weight"), (2, "bias"))]
@@ -158,6 +159,8 @@ def _norm(make: Callable[[Any, Norm | None], Callable[..., Tensor] | None], *sav
         if function is None or x is None or affine is None:
             return None
         has_w, has_b = (value is not None for value in affine)
+        if "BatchNorm" in node.name() and not has_w and node._input_metadata[0].dtype.itemsize == 2:
+            return None  # its bits depend on the dtype of the running statistics
 
         def norm(x: Tensor, *given: Tensor) -> Tensor:
             return function(x, given[0] if has_w else None, given[-1] if has_b else None)
@@ -183,7 +186,7 @@ def _rms_norm(node: Any, note: Norm | None) -> Callable[..., Tensor] | None:
 
 def _group_norm(node: Any, note: Norm | None) -> Callable[..., Tensor]:
     groups, eps = node._saved_group, node._saved_eps
-    return lambda x, w, b: F.group_norm(x, groups, w, b, eps)
+    return lambda x, w, b: torch.group_norm(x, groups, w, b, eps, torch.backends.cudnn.enabled)
 
 
 def _batch_norm(name: str) -> Callable[[Any, Norm | None], Callable[..., Tensor] | None]:
@@ -195,12 +198,13 @@ def _batch_norm(name: str) -> Callable[[Any, Norm | None], Callable[..., Tensor]
         eps, threads = getattr(node, name), torch.get_num_threads()
 
         def norm(x: Tensor, w: Tensor | None, b: Tensor | None) -> Tensor:
+            options = w, b, None, None, True, 0.0, eps, torch.backends.cudnn.enabled
             now = torch.get_num_threads()
             if now == threads:
-                return F.batch_norm(x, None, None, w, b, True, 0.0, eps)
+                return torch.batch_norm(x, *options)
             torch.set_num_threads(threads)  # of channels-last inputs the last bits depend on how many there are
             try:
-                return F.batch_norm(x, None, None, w, b, True, 0.0, eps)
+                return torch.batch_norm(x, *options)
             finally:
                 torch.set_num_threads(now)
 

@@ -11,6 +11,7 @@ so that none reads across a checkpoint's border.
 
 from __future__ import annotations
 
+import math
 import operator
 import threading
 import weakref
@@ -23,7 +24,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch import dynamo_is_loaded, functorch_is_active, saved_tensors_hooks_are_enabled, saved_tensors_hooks_on_top
+from .._torch import (
+    Node,
+    dynamo_is_loaded,
+    functorch_is_active,
+    saved_tensors_hooks_are_enabled,
+    saved_tensors_hooks_on_top,
+    sequence_number,
+)
 from ..ops.edits import is_under_checkpoint
 from .recipe import Hooks, Recipe, Saved, Value, View
 from .replays import NORM, RESULTS, TABLE, Norm
@@ -34,8 +42,6 @@ LEAST_BYTES = 1 << 14
 DEPTH = 4
 #: Where a node's metadata has what its first result is packed as, weakly.
 _RESULT = "fusedlayers.result"
-#: Where it has the version of a leaf behind it, when that was first seen.
-_LEAF = "fusedlayers.leaf"
 #: What modules run whose nodes lack a number that the replay needs. Subclasses that run something else are left alone.
 _FORWARDS = frozenset(
     cls.forward for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d)
@@ -56,16 +62,21 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
 
     Args:
         model: whose norms, ``nn.LayerNorm`` and the like, say what their nodes do not: ``eps``, and a bias that is
-            frozen. Without it (or for functional calls) layer norms are saved as PyTorch saves them.
+            frozen; and whose weights autocast may copy. Without it (or for functional calls) layer norms and copies of
+            weights are saved as PyTorch saves them.
 
-    Errors: as in PyTorch, backward raises a ``RuntimeError`` where a tensor that it needs has been written to in place.
-    A weight that autocast had copied may not be written to between forward and backward either.
+    Errors: as in PyTorch, backward raises a ``RuntimeError`` where a tensor that it needs has been written to in place;
+    what it needs are the tensors that a replay reads, which need not be those that PyTorch saves. A weight that
+    autocast had copied may not be written to between forward and backward either.
 
     Nested uses in one thread, hooks that were there before (they get each tensor once), checkpoints inside and around,
     higher derivatives and several threads work. It does nothing while ``torch.compile``, ``torch.export`` or a
     transform of ``torch.func`` traces, and where saved-tensor hooks are disabled; a transform of ``torch.func`` within
-    it raises PyTorch's error. What is written to a result past the version counter (``.data``, NumPy), or with
-    gradients switched off before autocast or ``clone`` copies it, is not seen.
+    it raises PyTorch's error. Norms have a forward hook meanwhile, which copies of the model within it keep.
+
+    Not seen: what is written to a result past the version counter (``.data``, NumPy); with gradients switched off,
+    before an operation that does not save it (a sum, relu, dropout, a cast, a copy) reads it; and what backward of a
+    user's ``Function`` writes to its saved tensors.
 
     Saved: for each value that is read in backward the tensors that determine it. Never more than PyTorch.
 
@@ -80,7 +91,7 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"save_once: expected a module, or nothing, got {type(model).__name__}")
         self._model = model
-        self._on_thread = threading.local()
+        self._entered: dict[int, list[ExitStack]] = {}
 
     def _recreate_cm(self) -> Self:
         return type(self)(self._model)  # each call of a decorated function has its own
@@ -88,7 +99,9 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
     def __enter__(self) -> Self:
         stack = ExitStack()
         if not _steps_aside():
-            pack: Callable[[Tensor], Value] = _region().pack
+            region = _region()
+            region.begin(self._model)
+            pack: Callable[[Tensor], Value] = region.pack
             unpack: Callable[[Value], Tensor] = _UNPACK
             if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
                 pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(lambda value: value.get())
@@ -96,13 +109,13 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
             _inside.packs = [*getattr(_inside, "packs", ()), pack]
             stack.callback(_inside.packs.pop)
             for module in () if self._model is None else self._model.modules():
-                if type(module).forward in _FORWARDS:
-                    stack.callback(module.register_forward_hook(_note).remove)
-        vars(self._on_thread).setdefault("entered", []).append(stack)
+                if _tells(module):
+                    stack.callback(module.register_forward_hook(_note, prepend=True).remove)
+        self._entered.setdefault(threading.get_ident(), []).append(stack)
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._on_thread.entered.pop().__exit__(*error)
+        self._entered[threading.get_ident()].pop().__exit__(*error)
 
 
 def _region() -> Region:
@@ -127,22 +140,48 @@ def _steps_aside() -> bool:
     return is_inside or not torch.is_grad_enabled()
 
 
-def _is_sharded() -> bool:
-    """Whether parameters may be freed behind the forward pass of their part of the model, as those of FSDP are."""
-    return dist.is_available() and dist.is_initialized()
+def _tells(module: nn.Module) -> bool:
+    """Whether a norm can say what its node does not: it runs torch's function, with parameters of its own. A frozen one
+    in evaluation gets no hook, for which PyTorch would leave fast paths."""
+    if type(module).forward not in _FORWARDS:
+        return False
+    if not module.training and not any(parameter.requires_grad for parameter in module.parameters()):
+        return False
+    names = "weight", "bias"  # parametrizations are attributes of a class, and replicas' of the module
+    return not any(hasattr(type(module), name) or name in vars(module) for name in names)
 
 
 def _note(module: Any, args: Any, result: Any) -> None:
-    """A forward hook of a norm."""
+    """A forward hook of a norm. It copies the parameters: FSDP frees them, and they may be trained before backward."""
     whole = result if result._base is None else result._base
     given = [module._parameters.get(name) for name in ("weight", "bias")]
     is_instance_norm = whole is not result  # which repeats them
-    if whole.grad_fn is None or "weight" not in module._parameters or (is_instance_norm and given != [None, None]):
-        return  # without a weight there are parametrizations, or replicas
-    if _is_sharded():
-        given = [None if tensor is None else tensor.detach().clone() for tensor in given]
-    noted = [None if tensor is None else (tensor, tensor._version) for tensor in given]
-    whole.grad_fn.metadata[NORM] = Norm(getattr(module, "eps", None), *noted)
+    if whole.grad_fn is not None and not (is_instance_norm and given != [None, None]):
+        copies = [None if tensor is None else tensor.detach().clone() for tensor in given]
+        whole.grad_fn.metadata[NORM] = Norm(getattr(module, "eps", None), *copies)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is worth a replay, and sizes and strides say all of it."""
+    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
+        return False
+    return tensor.nbytes >= LEAST_BYTES and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _is_no_more(node: Any, nbytes: int) -> bool:
+    """Whether the node's result has as many bytes as its one operand."""
+    given = node._input_metadata[0]
+    operands = sum(maker is not None for maker, _ in node.next_functions)
+    return operands == 1 and nbytes <= math.prod(given.shape) * given.dtype.itemsize
+
+
+def _writes_to_result(node: Any, operand: Value) -> int:
+    """How often a node has written to its result itself: a Function of this package says so. An operation in place has
+    once: it saves a clone of its input, which does not stand behind it."""
+    if hasattr(node, "version"):
+        return int(node.version)
+    behind = node.next_functions[0][0]
+    return int(operand.cloned >= 0 and (behind is None or operand.cloned != behind._sequence_nr()))
 
 
 class Region:
@@ -153,6 +192,13 @@ class Region:
         self._shares = hooks is not None and not is_under_checkpoint()
         self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Saved]]] = {}
         self._nesting = 0
+        self._began = 0
+        self._versions: dict[int, int] = {}
+
+    def begin(self, model: nn.Module | None) -> None:
+        """What is made from now on, and of which parameters it may be made."""
+        self._began = sequence_number()
+        self._versions = {} if model is None else {id(p): p._version for p in model.parameters()}
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 
@@ -166,8 +212,7 @@ class Region:
         base = tensor._base
         whole = tensor if base is None or base.dtype is not tensor.dtype else base
         node: Any = whole.grad_fn  # torch takes its metadata for a method
-        is_plain = type(tensor) in _PLAIN and tensor.layout is torch.strided and tensor.nbytes >= LEAST_BYTES
-        if node is None or not is_plain or whole.output_nr or whole.storage_offset():
+        if node is None or not _is_plain(tensor) or whole.output_nr or whole.storage_offset():
             return self._as_it_is(tensor, whole)
         value = self._known(node)
         if value is not None and value.version != whole._version:  # written to since
@@ -185,9 +230,9 @@ class Region:
 
     def _as_it_is(self, tensor: Tensor, whole: Tensor) -> Saved:
         """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
-        if not self._shares:
+        if not self._shares or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return Saved(tensor, self.hooks, self)
-        key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset()
+        key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
         ref, known = self._packed.get(key, (None, None))
         value = None if ref is None or known is None or ref() is not whole else known()
         if value is None or value.version != tensor._version:
@@ -220,25 +265,27 @@ class Region:
         if maker is None:
             return None
         leaf = getattr(maker, "variable", None)
-        if leaf is not None:  # other leaves may be a checkpoint's inputs, in its second run alone
-            version = node.metadata.setdefault((_LEAF, edge), leaf._version)
-            return self.noted((leaf, version)) if isinstance(leaf, nn.Parameter) else None
+        if leaf is not None:  # as it was when the region began, and so when the node read it
+            is_same = leaf._version == self._versions.get(id(leaf)) and node._sequence_nr() >= self._began
+            return self.constant(leaf) if is_same else None
         if output_nr or self._nesting >= DEPTH:
             return None
         known = self._known(maker)
-        return self._recipe(maker, None) if known is None else self._usable(known)
+        value = self._recipe(maker, None) if known is None else self._usable(known)
+        if isinstance(value, Saved) and maker.name() not in RESULTS and not _is_no_more(node, value.nbytes):
+            return None  # another branch saves it, which may be dropped before
+        return value
 
     def read(self, node: Any, name: str, edge: int) -> Value | None:
         value = self.saved(node, name)
         return self.behind(node, edge) if value is None else value
 
-    def noted(self, noted: tuple[Tensor, int]) -> Value | None:
-        tensor, version = noted
-        return Saved(tensor, None, self) if tensor._version == version else None
+    def constant(self, tensor: Tensor) -> Value:
+        return Saved(tensor, None, self)
 
     @property
     def is_sharded(self) -> bool:
-        return _is_sharded()
+        return dist.is_available() and dist.is_initialized()
 
     def _usable(self, packed: Any) -> Value | None:
         """A value that recipes may read: of this region, and not written to since."""
@@ -257,7 +304,8 @@ class Region:
         name = node.name()
         row, of_result = TABLE.get(name), RESULTS.get(name)
         if row is None and of_result is None:
-            row = getattr(getattr(node, "_forward_cls", None), "replay", None)  # a Function of this package
+            function = getattr(node, "_forward_cls", None)
+            row = getattr(function, "replay", None) if function is not None and issubclass(function, Node) else None
         self._nesting += 1
         try:
             if of_result is not None:
@@ -267,12 +315,10 @@ class Region:
             self._nesting -= 1
         if parts is None or not parts[1] or 1 + max(value.depth for value in parts[1]) > DEPTH:
             return None
-        # A Function of this package says how often it has written to its result. An operation in place has once, and
-        # saves a clone of its input, which is made after its node.
-        version = getattr(node, "version", int(parts[1][0].cloned > node._sequence_nr()))
+        version = _writes_to_result(node, parts[1][0])
         if result is not None and result._version != version:
             return None
-        recipe = self._noted(node, Recipe(name, parts[0], parts[1], self), version)
+        recipe = self._noted(node, Recipe(node, parts[0], parts[1], self), version)
         if name == "CloneBackward0":
             recipe.cloned = node._sequence_nr()
         return recipe
@@ -297,5 +343,5 @@ class Region:
             return None
         z = self.behind(node, 0) if own.source is own else None
         if z is not None and z.depth < DEPTH:
-            own.become(self._noted(node, Recipe(node.name(), function, (z,), self), own.version))
+            own.become(self._noted(node, Recipe(node, function, (z,), self), own.version))
         return own.source
