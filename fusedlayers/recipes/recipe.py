@@ -21,8 +21,6 @@ from .._torch import autocast_is_active, backward_pass, queue_callback
 from ..ops.edits import unedited
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-
-
 Layout = tuple[torch.Size, tuple[int, ...]]
 """Sizes and strides."""
 
@@ -102,8 +100,7 @@ class Saved(Value):
     become a recipe.
 
     Attributes:
-        packed: the tensor, or what hooks have made of it.
-        unpack: the hook that brings it back.
+        packed: the tensor, or what hooks have made of it, which ``unpack`` brings back; ``nbytes``: of that tensor.
     """
 
     __slots__ = ("_layout", "_recipe", "nbytes", "packed", "unpack")
@@ -111,16 +108,16 @@ class Saved(Value):
     def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:
         super().__init__(region, 0)
         self.version = tensor._version
-        node: Any = tensor.grad_fn
-        if node is not None and node.name() == "CloneBackward0":
-            self.cloned = node._sequence_nr()
         self._recipe: Recipe | None = None
-        self.nbytes = tensor.nbytes
-        is_laid_out = hooks is not None and tensor.layout is torch.strided
-        self._layout = (tensor.size(), tensor.stride()) if is_laid_out else None
-        self.unpack = None if hooks is None else hooks[1]
-        # Detached, for a tensor that an operation in place has made its own result would hold its own node.
-        self.packed = (tensor if tensor.grad_fn is None else tensor.detach()) if hooks is None else hooks[0](tensor)
+        self._layout: Layout | None = None
+        self.unpack: Callable[[Any], Tensor] | None = None
+        if hooks is None:
+            # Detached, for a tensor that an operation in place has made its own result would hold its own node.
+            self.packed: Any = tensor if tensor.grad_fn is None else tensor.detach()
+            return
+        if tensor.layout is torch.strided:
+            self._layout = tensor.size(), tensor.stride()
+        self.nbytes, self.unpack, self.packed = tensor.nbytes, hooks[1], hooks[0](tensor)
 
     def get(self) -> Tensor:
         if self._recipe is not None:

@@ -16,21 +16,25 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from .recipe import Value
+from .recipe import Saved, Value
 
 #: What a module notes in the metadata of its norm's node: eps and bias, which the node need not have.
 NORM = "fusedlayers.norm"
 
 
 class Norm(NamedTuple):
-    """Of a norm, what its node need not tell; weight and bias are copies, which nobody writes to or frees."""
+    """Of a norm, what its node need not tell. The bias is a copy, for most nodes do not save it, and it may be trained
+    before backward; so is a weight that may be freed."""
 
     eps: float | None
     weight: Tensor | None
     bias: Tensor | None
+    #: Of the weight.
+    version: int
 
 
 class Graph(Protocol):
@@ -38,24 +42,12 @@ class Graph(Protocol):
 
     def saved(self, node: Any, name: str) -> Value | None:
         """What a node has saved under this name."""
-        ...
 
     def behind(self, node: Any, edge: int) -> Value | None:
         """What the node behind an edge has made: a value that is saved somewhere, or a recipe."""
-        ...
 
     def read(self, node: Any, name: str, edge: int) -> Value | None:
         """What a node reads: it has saved it, or else the node behind the edge has made it."""
-        ...
-
-    def constant(self, tensor: Tensor) -> Value:
-        """A tensor that nobody writes to."""
-        ...
-
-    @property
-    def is_sharded(self) -> bool:
-        """Whether parameters may be freed behind the forward pass of their part of the model, as FSDP's are."""
-        ...
 
 
 Parts = tuple[Callable[..., Tensor], Sequence[Value]]
@@ -135,13 +127,20 @@ def _pad(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
 # --- norms ------------------------------------------------------------------------------------------------------------
 
 
+def is_sharded() -> bool:
+    """Whether parameters may be freed behind the forward pass of their part of the model, as FSDP's are."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def _affine(graph: Graph, node: Any, note: Norm | None, saves: Sequence[str]) -> list[Value | None] | None:
     """Weight and bias; None where one that is frozen may be unknown, or copies would be as large as the result."""
     if note is not None:
-        copies = sum(given.numel() for given in (note.weight, note.bias) if given is not None)
+        given = note.weight, note.bias
+        copies = sum(tensor.numel() for tensor in given if tensor is not None)
         is_worth_it = 2 * copies <= math.prod(node._input_metadata[0].shape)
-        return [None if t is None else graph.constant(t) for t in (note.weight, note.bias)] if is_worth_it else None
-    if graph.is_sharded:
+        is_same = note.weight is None or note.weight._version == note.version
+        return [None if t is None else Saved(t, None, graph) for t in given] if is_worth_it and is_same else None
+    if is_sharded():
         return None
     found = [graph.saved(node, name) or graph.behind(node, edge) for edge, name in ((1, "weight"), (2, "bias"))]
     return found if found[1] is not None or "bias" in saves else None

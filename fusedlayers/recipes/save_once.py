@@ -5,8 +5,8 @@ The pack hook is handed what a node saves, with the node that made it. If that r
 the same hooks, so recipes are made of recipes.
 
 Cost: some microseconds for each saved tensor, and in backward each replay once, a pass over memory as a rule. Limits:
-at most ``DEPTH`` replays one behind the other, so that chains are cut; a recipe reads what its own region has packed,
-so that none reads across a checkpoint's border.
+at most ``DEPTH`` replays one behind the other; a recipe reads what its own region has packed, and so nothing across a
+checkpoint's border.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from contextlib import ContextDecorator, ExitStack
 from typing import Any, Self
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch import (
@@ -34,7 +34,7 @@ from .._torch import (
 )
 from ..ops.edits import is_under_checkpoint
 from .recipe import Hooks, Recipe, Saved, Value, View
-from .replays import NORM, RESULTS, TABLE, Norm
+from .replays import NORM, RESULTS, TABLE, Norm, is_sharded
 
 #: Smaller tensors are saved as they are: a replay would take longer than it is worth.
 LEAST_BYTES = 1 << 14
@@ -46,6 +46,8 @@ _RESULT = "fusedlayers.result"
 _FORWARDS = frozenset(
     cls.forward for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d)
 )
+#: Their node reads repeated parameters.
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 _PLAIN = (Tensor, nn.Parameter)
 #: ``Value.get``, which enters one function less.
 _UNPACK = operator.methodcaller("get")
@@ -141,24 +143,32 @@ def _steps_aside() -> bool:
 
 
 def _tells(module: nn.Module) -> bool:
-    """Whether a norm can say what its node does not: it runs torch's function, with parameters of its own. A frozen one
-    in evaluation gets no hook, for which PyTorch would leave fast paths."""
-    if type(module).forward not in _FORWARDS:
+    """Whether a norm can say what its node does not: it runs torch's function, or calls it by ``super()``, with
+    parameters of its own. A frozen one in evaluation gets no hook, for which PyTorch would leave fast paths."""
+    forward: Any = type(module).forward
+    names = {*getattr(getattr(forward, "__code__", None), "co_names", ())}
+    is_passed_on = isinstance(module, nn.LayerNorm) and {"super", "forward"} <= names and "layer_norm" not in names
+    if forward not in _FORWARDS and not is_passed_on:
         return False
     if not module.training and not any(parameter.requires_grad for parameter in module.parameters()):
         return False
-    names = "weight", "bias"  # parametrizations are attributes of a class, and replicas' of the module
-    return not any(hasattr(type(module), name) or name in vars(module) for name in names)
+    # Parametrizations are attributes of a class, and replicas' of the module.
+    return not any(hasattr(type(module), name) or name in vars(module) for name in ("weight", "bias"))
 
 
 def _note(module: Any, args: Any, result: Any) -> None:
-    """A forward hook of a norm. It copies the parameters: FSDP frees them, and they may be trained before backward."""
+    """A forward hook of a norm."""
     whole = result if result._base is None else result._base
-    given = [module._parameters.get(name) for name in ("weight", "bias")]
-    is_instance_norm = whole is not result  # which repeats them
-    if whole.grad_fn is not None and not (is_instance_norm and given != [None, None]):
-        copies = [None if tensor is None else tensor.detach().clone() for tensor in given]
-        whole.grad_fn.metadata[NORM] = Norm(getattr(module, "eps", None), *copies)
+    node, weight, bias = whole.grad_fn, module._parameters.get("weight"), module._parameters.get("bias")
+    if node is not None and node.name() == "ToCopyBackward0":
+        node = node.next_functions[0][0]
+    repeats = isinstance(module, _INSTANCE_NORMS) and (weight, bias) != (None, None)
+    if node is None or repeats or whole.nbytes < LEAST_BYTES:
+        return
+    bias = None if bias is None else bias.detach().clone()
+    weight = weight.detach().clone() if weight is not None and is_sharded() else weight
+    version = 0 if weight is None else weight._version
+    node.metadata[NORM] = Norm(getattr(module, "eps", None), weight, bias, version)
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -168,9 +178,10 @@ def _is_plain(tensor: Tensor) -> bool:
     return tensor.nbytes >= LEAST_BYTES and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _is_no_more(node: Any, nbytes: int) -> bool:
+def _is_no_more(node: Any, operand: Saved) -> bool:
     """Whether the node's result has as many bytes as its one operand."""
     given = node._input_metadata[0]
+    nbytes = operand.packed.nbytes if operand.unpack is None else operand.nbytes
     operands = sum(maker is not None for maker, _ in node.next_functions)
     return operands == 1 and nbytes <= math.prod(given.shape) * given.dtype.itemsize
 
@@ -214,15 +225,18 @@ class Region:
         node: Any = whole.grad_fn  # torch takes its metadata for a method
         if node is None or not _is_plain(tensor) or whole.output_nr or whole.storage_offset():
             return self._as_it_is(tensor, whole)
+        name = node.name()
         value = self._known(node)
         if value is not None and value.version != whole._version:  # written to since
             return Saved(tensor, self.hooks, self)
-        if value is None or (value.source is value and node.name() in RESULTS):  # which its node has saved, so far
+        if value is None or (value.source is value and name in RESULTS):  # which its node has saved, so far
             value = self._recipe(node, whole) or value
         if value is None:
             if self.hooks is not None and whole is not tensor:
                 return self._as_it_is(tensor, whole)
             value = self._as_it_is(whole, whole)
+            if name == "CloneBackward0":
+                value.cloned = node._sequence_nr()
             node.metadata[_RESULT] = weakref.ref(value)
         if isinstance(value, Recipe):
             value.stands_for(whole)
@@ -267,25 +281,18 @@ class Region:
         leaf = getattr(maker, "variable", None)
         if leaf is not None:  # as it was when the region began, and so when the node read it
             is_same = leaf._version == self._versions.get(id(leaf)) and node._sequence_nr() >= self._began
-            return self.constant(leaf) if is_same else None
+            return Saved(leaf, None, self) if is_same else None
         if output_nr or self._nesting >= DEPTH:
             return None
         known = self._known(maker)
         value = self._recipe(maker, None) if known is None else self._usable(known)
-        if isinstance(value, Saved) and maker.name() not in RESULTS and not _is_no_more(node, value.nbytes):
+        if isinstance(value, Saved) and maker.name() not in RESULTS and not _is_no_more(node, value):
             return None  # another branch saves it, which may be dropped before
         return value
 
     def read(self, node: Any, name: str, edge: int) -> Value | None:
         value = self.saved(node, name)
         return self.behind(node, edge) if value is None else value
-
-    def constant(self, tensor: Tensor) -> Value:
-        return Saved(tensor, None, self)
-
-    @property
-    def is_sharded(self) -> bool:
-        return dist.is_available() and dist.is_initialized()
 
     def _usable(self, packed: Any) -> Value | None:
         """A value that recipes may read: of this region, and not written to since."""
@@ -304,8 +311,10 @@ class Region:
         name = node.name()
         row, of_result = TABLE.get(name), RESULTS.get(name)
         if row is None and of_result is None:
-            function = getattr(node, "_forward_cls", None)
-            row = getattr(function, "replay", None) if function is not None and issubclass(function, Node) else None
+            function: Any = vars(type(node)).get("_forward_cls") if isinstance(node, BackwardCFunction) else None
+            if function is None or not issubclass(function, Node):
+                return None
+            row = getattr(function, "replay", None)  # of a Function of this package
         self._nesting += 1
         try:
             if of_result is not None:
