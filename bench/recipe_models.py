@@ -236,7 +236,7 @@ def measure_case(case: Case, hf: Any, *, timed: bool) -> dict[str, Any]:
     row |= {"share": round(row["recipes"]["hooks"] / row["eager"]["hooks"], 4), "at_most": case.at_most[case.dtype]}
     if timed:
         runs = {name: _step(model, run) for name, run in (("eager", eager), ("recipes", recipes))}
-        times = measure.interleave(runs, torch.device("cpu"), seconds=6.0, min_rounds=7)
+        times = measure.interleave(runs, torch.device("cpu"), seconds=3.0, min_rounds=7)
         row |= {name: {**row[name], **measure.summary(times[name], times["eager"])} for name in ("eager", "recipes")}
         row["ratio"] = row["recipes"]["ratio"]
     return row
