@@ -39,6 +39,7 @@ DEFINITIONS = {
     "share": "recipes / eager, by hooks; at_most: what it is to be at most",
     "peak": "bytes at the worst moment of forward+backward, over parameters and their gradients",
     "ratio": "median over rounds of the step's time / eager's in the same round, with quartiles",
+    "linear_over_eager_us": "of a small linear layer within save_once, forward+backward on one thread, a chain of 50",
 }  # fmt: skip
 DTYPES = ("float32", "bfloat16", "autocast")
 BUDGET_SECONDS = 1500.0
@@ -185,6 +186,9 @@ def main(options: argparse.Namespace) -> int:
         row = measure_case(case, transformers, timed=not options.bytes_only)
         grid.add(result, row, out)
         print(line(row), flush=True)
+    if not (options.bytes_only or options.only):
+        result["linear_over_eager_us"] = linear_over_eager_us()
+        print(f"a linear layer: {result['linear_over_eager_us']} us over eager's")
     result["peaks"] = [] if options.no_peaks or options.only else [*peaks(transformers)]
     for row in result["peaks"]:
         print(f"peak of {row['id']}: {row['share']:.2f} of eager's (at most {row['at_most']})", flush=True)
@@ -252,6 +256,27 @@ def _step(model: nn.Module, run: Callable[[], Tensor]) -> Callable[[], None]:
         model.zero_grad(set_to_none=True)
 
     return step
+
+
+def linear_over_eager_us(count: int = 50) -> float:
+    """What the two packs and unpacks of a linear layer cost the host."""
+    linear, x = nn.Linear(64, 64), torch.randn(128, 64, requires_grad=True)
+
+    def forward() -> Tensor:
+        h = x
+        for _ in range(count):
+            h = linear(h)
+        return h.sum()
+
+    within = fl.save_once(linear)(forward)
+    runs = {"eager": lambda: forward().backward(), "recipes": lambda: within().backward()}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times = measure.interleave(runs, torch.device("cpu"), seconds=4.0, min_rounds=7)
+    finally:
+        torch.set_num_threads(threads)
+    return round(float(measure.summary(times["recipes"], times["eager"])["over_eager_us"]) / count, 1)
 
 
 class _Holder:

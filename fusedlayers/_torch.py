@@ -13,8 +13,9 @@ Private attributes of torch's objects are used where the objects are, and nowher
   ``_compiled_call_impl``, ``_non_persistent_buffers_set``, ``_reversed_padding_repeated_twice`` (convolutions),
   ``_check_input_dim`` (batch norms); state dicts: ``_metadata``; styles of tensor parallelism:
   ``_prepare_input_fn``, ``_prepare_output_fn``;
-* nodes of autograd: ``_sequence_nr``, ``_raw_saved_*``, ``_saved_self``, ``_saved_other``, ``_saved_approximate``,
-  ``_saved_dim``, ``_saved_result1``, ``_saved_result2``, ``_forward_cls`` (of a Function's node);
+* nodes of autograd: ``_sequence_nr``, ``_input_metadata``, ``_raw_saved_*``, ``_raw_saved_result``,
+  ``_raw_saved_tensors``, ``_saved_self``, ``_saved_other``, ``_saved_approximate``, ``_saved_dim``, ``_saved_result1``,
+  ``_saved_result2``, ``_forward_cls`` (of a Function's node), and what ``recipes/replays.py`` reads of each;
 * operators: ``_schema``, ``_overloadpacket``.
 
 Unless a comment says otherwise, torch 2.11 and 2.13 have the same.

@@ -289,7 +289,7 @@ def test_the_recipes_table(tmp_path: Path) -> None:
         for i, dtype in enumerate(("float32", "bfloat16", "autocast"))
     ]  # fmt: skip
     peak = {"id": "BERT/float32", "eager_peak_bytes": 40 << 20, "recipes_peak_bytes": 30 << 20, "share": 0.75}
-    lines = table_of("recipes", {**a_run(rows), "peaks": [peak]}, tmp_path)
+    lines = table_of("recipes", {**a_run(rows), "peaks": [peak], "linear_over_eager_us": 14.0}, tmp_path)
     assert (
         "| BERT | 20.0, **10.0** (-50 %), 1.05x | 20.0, **11.0** (-45 %), 2.05x | 20.0, **12.0** (-40 %), 3.05x |"
         in lines

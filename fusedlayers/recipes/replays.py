@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._torch import PRELU
 from .recipe import Saved, Value
 
 #: What a module notes in the metadata of its norm's node: eps and bias, which the node need not have.
@@ -88,7 +89,7 @@ def _product(function: Callable[..., Tensor]) -> Row:
 
 def _prelu(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
     z, weight = graph.saved(node, "self"), graph.saved(node, "weight")
-    return None if z is None or weight is None else (torch.ops.aten._prelu_kernel, (z, weight))
+    return None if z is None or weight is None else (PRELU, (z, weight))
 
 
 def _dropout(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
