@@ -593,10 +593,18 @@ def _frozen_encoder(enter: cases.Enter) -> list[Tensor]:
         return [encoder(torch.randn(4, 8, 32), src_key_padding_mask=mask)]
 
 
+def _tied(enter: cases.Enter) -> list[Tensor]:
+    """A weight of three readers, one of them transposed."""
+    norm, linear, model, x = _norm_and_linear()
+    with torch.autocast("cpu", torch.bfloat16), enter(model):
+        y = F.linear(linear(F.gelu(linear(norm(x)))), linear.weight.t())
+    return [*torch.autograd.grad(y.float().square().sum(), [*model.parameters()])]
+
+
 CORNERS: list[Callable[[cases.Enter], list[Tensor]]] = [
     _parametrized_bias, _bias_of_another_kind, _conjugates, _edited_parameter, _casts_from_before_a_step,
     _trained_norms_between, _promotion_in_place, _plain_batch_norm_in_16_bits, _hooks_on_norms, _another_threads_edit,
-    _cropped, _nested, _sparse_under_hooks, _function_of_a_user, _frozen_encoder,
+    _tied, _cropped, _nested, _sparse_under_hooks, _function_of_a_user, _frozen_encoder,
 ]  # fmt: skip
 
 
@@ -706,6 +714,29 @@ def test_compiled_parts_inside() -> None:
             y = part(F.silu(model(x)))
         found.append([y.detach(), *torch.autograd.grad(y.square().sum(), [*model.parameters()])])
     assert all(map(are_equal, *found))
+
+
+@pytest.mark.parametrize("form", ["block", "decorator"])
+def test_compilers_see_nothing_of_it(form: str) -> None:
+    @fl.save_once()
+    def decorated(x: Tensor) -> Tensor:
+        return F.gelu(x).square()
+
+    def block(x: Tensor) -> Tensor:
+        with fl.save_once():
+            return F.gelu(x).square()
+
+    function = {"block": block, "decorator": decorated}[form]
+    x = torch.randn(32, 64, requires_grad=True)
+    assert torch.equal(torch.compile(function, backend="eager", fullgraph=True)(x), function(x))
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    exported = torch.export.export(Model(), (x.detach(),))
+    called = [str(node.target) for node in exported.graph.nodes if node.op == "call_function"]
+    assert len(called) == 2 and called[0] == "aten.gelu.default"
 
 
 def test_fake_tensors() -> None:

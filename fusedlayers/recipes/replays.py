@@ -4,8 +4,7 @@ A row names the function and its operands: what the node has saved, or what the 
 It returns None where a number that the result depends on is in no node: the addend of ``x + 1``, say.
 
 Limits: results are those of the same operators on the same operands, so they are the same bits wherever an operator
-gives the same bits twice. What code writes to a result in place, with gradients switched off, before the next operation
-reads it, is seen where that operation saves the result, and not where it saves nothing of it.
+gives the same bits twice.
 """
 
 from __future__ import annotations
@@ -211,9 +210,6 @@ def _batch_norm(name: str) -> Callable[[Any, Norm | None], Callable[..., Tensor]
         return norm
 
     return make
-
-
-# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def _to_copy(node: Any) -> Callable[..., Tensor]:

@@ -99,6 +99,8 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
         return type(self)(self._model)  # each call of a decorated function has its own
 
     def __enter__(self) -> Self:
+        if torch.compiler.is_compiling():
+            return self
         stack = ExitStack()
         if not _steps_aside():
             region = _region()
@@ -117,7 +119,8 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._entered[threading.get_ident()].pop().__exit__(*error)
+        if not torch.compiler.is_compiling():
+            self._entered[threading.get_ident()].pop().__exit__(*error)
 
 
 def _region() -> Region:
@@ -134,7 +137,7 @@ def _region() -> Region:
 
 
 def _steps_aside() -> bool:
-    if torch.compiler.is_compiling() or functorch_is_active() or not saved_tensors_hooks_are_enabled():
+    if functorch_is_active() or not saved_tensors_hooks_are_enabled():
         return True
     hooks = saved_tensors_hooks_on_top(True)
     packs: list[Any] = getattr(_inside, "packs", [])
