@@ -14,7 +14,6 @@ from .dropouts import dropout
 from .fitting.compiled import fit_compiled
 from .fitting.fit import fit
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
-from .fusion.fuse import fuse, unfuse
 from .gates import bmm, gated_act, grouped_mm, linear, matmul
 from .invertible.activation import InvertibleActivation
 from .invertible.batchnorm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d
@@ -75,6 +74,7 @@ from .nn.row_norm import LayerNorm, RMSNorm
 from .norms import group_norm, layer_norm, rms_norm
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
+from .recipes.fuse import fuse, unfuse
 from .recipes.save_once import save_once
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
-from fusedlayers.recipes import replays, save_once
+from fusedlayers.recipes import region, replays
 from fusedlayers.recipes.counting import count
 from fusedlayers.recipes.recipe import Recipe, Saved, Value, all_of
 from fusedlayers.utils.autograd_graph import is_leaf, nodes_of, raw_saved
@@ -34,7 +34,7 @@ from fusedlayers.utils.storages import sizes_of, tensors_in
 
 @pytest.fixture(autouse=True)
 def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_once, "LEAST_BYTES", 1 << 6)
+    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:

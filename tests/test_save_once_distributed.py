@@ -14,7 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from fusedlayers.recipes import save_once
+from fusedlayers.recipes import region
 
 
 class Block(nn.Module):
@@ -55,7 +55,7 @@ def _trained(engine: str, enter: cases.Enter, autocast: bool) -> list[Tensor]:
 
 
 def _compared(rank: int, processes: int) -> dict[str, bool]:
-    save_once.LEAST_BYTES = 1 << 6
+    region.LEAST_BYTES = 1 << 6
     found = {}
     for engine in ENGINES:
         for autocast in (False, True):

@@ -9,8 +9,8 @@ from typing import Any, get_args
 
 from torch import nn
 
-from ..fusion.example import check_model, does_not_run
 from ..profiling.step import Step
+from ..utils.example import check_model, does_not_run
 from ..utils.formatting import percent_from
 from ..validation import budget_from
 from .training import Of

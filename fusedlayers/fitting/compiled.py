@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from .._torch import inductor, is_optimized
-from ..fusion.example import arguments_from
 from ..profiling.step import Step
+from ..utils.example import arguments_from
 from ..utils.formatting import size_text
 from ..utils.module_state import unchanged
 from ..utils.progress import OnStage, asked

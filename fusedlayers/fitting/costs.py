@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..fusion.timing import medians, step_time
 from ..profiling.step import Step
+from ..profiling.timing import medians, step_time
 from ..utils.autograd_graph import checkpoints_of, nodes_of, saved_by
 from ..utils.storages import sizes_of, tensors_in
 from .agreement import agreed

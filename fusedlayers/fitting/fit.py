@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from .._torch import is_optimized
-from ..fusion.example import arguments_from, eagerly, evaluation_notes
 from ..fusion.fuse import unfuse
 from ..fusion.region import region_of
-from ..fusion.timing import telling
 from ..memory import OF_GRAPH
 from ..profiling.step import Step
+from ..profiling.timing import telling
+from ..utils.example import arguments_from, eagerly, evaluation_notes
 from ..utils.formatting import path_text, pattern_of, size_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked, within

@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from ..fusion.timing import step_times
 from ..memory import count_saved, device_of, peak_bytes
 from ..profiling.step import Step
+from ..profiling.timing import step_times
 from ..utils.module_state import isolated_gradients
 from ..utils.storages import trained_in
 

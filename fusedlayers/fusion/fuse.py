@@ -14,13 +14,14 @@ from torch.fx import GraphModule
 from .._torch import OpOverload, is_optimized, saved_tensors_hooks_on_top
 from ..memory import OF_GRAPH, count_saved
 from ..profiling.step import Step, no_gradient_because, tensors_of
+from ..profiling.timing import step_times, telling
+from ..utils.example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from ..utils.formatting import first_line, size_text
 from ..utils.module_state import unchanged
 from ..utils.progress import CallbackError, OnStage, asked, past_handlers, silent, within
 from ..utils.refusals import check_flag
 from ..utils.storages import has_data, tensors_in
 from .classes import places_of_classes, slow_because
-from .example import arguments_from, check_model, check_module, does_not_run, eagerly, evaluation_notes
 from .groups import Group, grouped, saves_of, without_the_useless
 from .mlps import find_mlps
 from .operations import BATCH_NORM, GATE, PRODUCT, Given
@@ -28,7 +29,6 @@ from .place import KEPT_BY_GATE, Place
 from .recording import record
 from .region import Region, region_of
 from .report import FuseReport, Replaced
-from .timing import step_times, telling
 
 _UNMEASURED = "What the places free was not measured: {}."
 #: Why a place stays fused that frees nothing on the example.

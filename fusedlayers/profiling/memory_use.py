@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fusion.example import arguments_from
 from ..memory import bytes_not_shown, device_of, peak_bytes
 from ..utils.autograd_graph import hides_what_it_saves, is_leaf, leaves_of, nodes_of
+from ..utils.example import arguments_from
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.refusals import check_instance, takes
 from ..utils.storages import tensors_in

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fusion.example import what_was_meant
 from ..utils.autograd_graph import leaves_of, nodes_of
+from ..utils.example import what_was_meant
 from ..utils.storages import tensors_in, trained_in
 
 

@@ -23,10 +23,10 @@ from .._torch import PRELU
 from .recipe import Saved, Value
 
 #: What a module notes in the metadata of its norm's node: eps and bias, which the node need not have.
-NORM = "fusedlayers.norm"
+NORM_FACTS = "fusedlayers.norm"
 
 
-class Norm(NamedTuple):
+class NormFacts(NamedTuple):
     """Of a norm, what its node need not tell. The bias is a copy, for most nodes do not save it, and it may be trained
     before backward; so is a weight that may be freed."""
 
@@ -132,13 +132,13 @@ def is_sharded() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _affine(graph: Graph, node: Any, note: Norm | None, saves: Sequence[str]) -> list[Value | None] | None:
+def _affine(graph: Graph, node: Any, facts: NormFacts | None, saves: Sequence[str]) -> list[Value | None] | None:
     """Weight and bias; None where one that is frozen may be unknown, or copies would be as large as the result."""
-    if note is not None:
-        given = note.weight, note.bias
+    if facts is not None:
+        given = facts.weight, facts.bias
         copies = sum(tensor.numel() for tensor in given if tensor is not None)
         is_worth_it = 2 * copies <= math.prod(node._input_metadata[0].shape)
-        is_same = note.weight is None or note.weight._version == note.version
+        is_same = facts.weight is None or facts.weight._version == facts.version
         return [None if t is None else Saved(t, None, graph) for t in given] if is_worth_it and is_same else None
     if is_sharded():
         return None
@@ -146,15 +146,15 @@ def _affine(graph: Graph, node: Any, note: Norm | None, saves: Sequence[str]) ->
     return found if found[1] is not None or "bias" in saves else None
 
 
-def _norm(make: Callable[[Any, Norm | None], Callable[..., Tensor] | None], *saves: str) -> Row:
+def _norm(make: Callable[[Any, NormFacts | None], Callable[..., Tensor] | None], *saves: str) -> Row:
     """A norm whose node saves its input, and of weight and bias these; ``make`` returns ``f(x, w, b)``, or None where a
     number is missing."""
 
     def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
-        note = node.metadata.get(NORM)
-        function = make(node, note)
+        facts = node.metadata.get(NORM_FACTS)
+        function = make(node, facts)
         x = None if function is None else graph.saved(node, "input")
-        affine = None if x is None else _affine(graph, node, note, saves)
+        affine = None if x is None else _affine(graph, node, facts, saves)
         if function is None or x is None or affine is None:
             return None
         has_w, has_b = (value is not None for value in affine)
@@ -169,29 +169,29 @@ def _norm(make: Callable[[Any, Norm | None], Callable[..., Tensor] | None], *sav
     return row
 
 
-def _layer_norm(node: Any, note: Norm | None) -> Callable[..., Tensor] | None:
-    if note is None or note.eps is None:
+def _layer_norm(node: Any, facts: NormFacts | None) -> Callable[..., Tensor] | None:
+    if facts is None or facts.eps is None:
         return None
-    shape, eps = node._saved_normalized_shape, note.eps
+    shape, eps = node._saved_normalized_shape, facts.eps
     return lambda x, w, b: F.layer_norm(x, shape, w, b, eps)
 
 
-def _rms_norm(node: Any, note: Norm | None) -> Callable[..., Tensor] | None:
-    if note is None:
+def _rms_norm(node: Any, facts: NormFacts | None) -> Callable[..., Tensor] | None:
+    if facts is None:
         return None
-    shape, eps = node._saved_normalized_shape, note.eps
+    shape, eps = node._saved_normalized_shape, facts.eps
     return lambda x, w, b: F.rms_norm(x, shape, w, eps)
 
 
-def _group_norm(node: Any, note: Norm | None) -> Callable[..., Tensor]:
+def _group_norm(node: Any, facts: NormFacts | None) -> Callable[..., Tensor]:
     groups, eps = node._saved_group, node._saved_eps
     return lambda x, w, b: torch.group_norm(x, groups, w, b, eps, torch.backends.cudnn.enabled)
 
 
-def _batch_norm(name: str) -> Callable[[Any, Norm | None], Callable[..., Tensor] | None]:
+def _batch_norm(name: str) -> Callable[[Any, NormFacts | None], Callable[..., Tensor] | None]:
     """By the statistics of the batch, which are not counted again; ``name`` is that of eps."""
 
-    def make(node: Any, note: Norm | None) -> Callable[..., Tensor] | None:
+    def make(node: Any, facts: NormFacts | None) -> Callable[..., Tensor] | None:
         if not getattr(node, "_saved_training", True):
             return None
         eps, threads = getattr(node, name), torch.get_num_threads()

@@ -1,17 +1,7 @@
-"""``save_once``: a pair of saved-tensor hooks by which every value is saved once.
-
-The pack hook is handed what a node saves, with the node that made it. If that result can be replayed from saved tensors
-(``replays.py``), a recipe is packed in its place (``recipe.py``), and else the tensor. What a recipe reads went through
-the same hooks, so recipes are made of recipes.
-
-Cost: some microseconds for each saved tensor, and in backward each replay once, a pass over memory as a rule. Limits:
-at most ``DEPTH`` replays one behind the other; a recipe reads what its own region has packed, and so nothing across a
-checkpoint's border.
-"""
+"""``save_once``: a pair of saved-tensor hooks by which every value is saved once (``region.py``)."""
 
 from __future__ import annotations
 
-import math
 import operator
 import threading
 import weakref
@@ -21,37 +11,22 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import saved_tensors_hooks
 
 from .._torch import (
-    Node,
     dynamo_is_loaded,
     functorch_is_active,
+    pop_saved_tensors_hooks,
+    push_saved_tensors_hooks,
     saved_tensors_hooks_are_enabled,
     saved_tensors_hooks_on_top,
-    sequence_number,
 )
-from ..ops.edits import is_under_checkpoint
-from .recipe import Hooks, Recipe, Saved, Value, View
-from .replays import NORM, RESULTS, TABLE, Norm, is_sharded
+from .norm_facts import is_frozen, is_norm, note_facts
+from .recipe import Hooks, Value
+from .region import Region
 
-#: Smaller tensors are saved as they are: a replay would take longer than it is worth.
-LEAST_BYTES = 1 << 14
-#: Replays one behind the other, at most.
-DEPTH = 4
-#: Where a node's metadata has what its first result is packed as, weakly.
-_RESULT = "fusedlayers.result"
-#: What modules run whose nodes lack a number that the replay needs. Subclasses that run something else are left alone.
-_FORWARDS = frozenset(
-    cls.forward for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d)
-)
-#: Their node reads repeated parameters.
-_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-_PLAIN = (Tensor, nn.Parameter)
 #: ``Value.get``, which enters one function less.
 _UNPACK = operator.methodcaller("get")
-#: The pack hooks of the regions that a thread is in.
+#: The regions that a thread is in, with their pack hooks, and the last one, weakly.
 _inside = threading.local()
 
 
@@ -102,19 +77,12 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
         if torch.compiler.is_compiling():
             return self
         stack = ExitStack()
-        if not _steps_aside():
-            region = _region()
-            region.begin(self._model)
-            pack: Callable[[Tensor], Value] = region.pack
-            unpack: Callable[[Value], Tensor] = _UNPACK
-            if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
-                pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(lambda value: value.get())
-            stack.enter_context(saved_tensors_hooks(pack, unpack))
-            _inside.packs = [*getattr(_inside, "packs", ()), pack]
-            stack.callback(_inside.packs.pop)
+        if can_enter() and current_region() is None:
+            enter_region().begin(self._model)
+            stack.callback(leave_region)
             for module in () if self._model is None else self._model.modules():
-                if _tells(module):
-                    stack.callback(module.register_forward_hook(_note, prepend=True).remove)
+                if is_norm(module) and not is_frozen(module):
+                    stack.callback(module.register_forward_hook(_after_norm, prepend=True).remove)
         self._entered.setdefault(threading.get_ident(), []).append(stack)
         return self
 
@@ -123,237 +91,43 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
             self._entered[threading.get_ident()].pop().__exit__(*error)
 
 
-def _region() -> Region:
-    """A new one; or the last one, where hooks that were there before still are: the modules of a checkpointed block
-    read one another's values."""
+def _after_norm(module: nn.Module, args: Any, result: Tensor) -> None:
+    note_facts(module, result)
+
+
+def can_enter() -> bool:
+    """Whether anything is saved here, by hooks that may be pushed."""
+    return torch.is_grad_enabled() and saved_tensors_hooks_are_enabled() and not functorch_is_active()
+
+
+def current_region() -> Region | None:
+    """The region whose hooks get what is saved now."""
+    entered: list[tuple[Region, Any]] = getattr(_inside, "entered", [])
+    if not entered:
+        return None
+    (region, pack), hooks = entered[-1], saved_tensors_hooks_on_top(True)
+    return region if hooks and hooks[0] is pack else None
+
+
+def enter_region() -> Region:
+    """Push the hooks of a region: a new one; or the last one, where hooks that were there before still are, so that the
+    modules of a checkpointed block read one another's values."""
     hooks: Hooks | None = saved_tensors_hooks_on_top(True)
     last = getattr(_inside, "last", None)
-    known: Region | None = None if last is None else last()
-    if known is not None and known.hooks is not None and hooks is not None and known.hooks[0] is hooks[0]:
-        return known
-    region = Region(hooks)
-    _inside.last = weakref.ref(region)
+    region: Region | None = None if last is None else last()
+    if region is None or region.hooks is None or hooks is None or region.hooks[0] is not hooks[0]:
+        region = Region(hooks)
+        _inside.last = weakref.ref(region)
+    pack: Callable[[Tensor], Value] = region.pack
+    unpack: Callable[[Value], Tensor] = _UNPACK
+    if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
+        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(lambda value: value.get())
+    push_saved_tensors_hooks(pack, unpack)
+    _inside.entered = [*getattr(_inside, "entered", ()), (region, pack)]
     return region
 
 
-def _steps_aside() -> bool:
-    if functorch_is_active() or not saved_tensors_hooks_are_enabled():
-        return True
-    hooks = saved_tensors_hooks_on_top(True)
-    packs: list[Any] = getattr(_inside, "packs", [])
-    is_inside = bool(hooks and packs) and hooks[0] is packs[-1]
-    return is_inside or not torch.is_grad_enabled()
-
-
-def _tells(module: nn.Module) -> bool:
-    """Whether a norm can say what its node does not: it runs torch's function, or calls it by ``super()``, with
-    parameters of its own. A frozen one in evaluation gets no hook, for which PyTorch would leave fast paths."""
-    forward: Any = type(module).forward
-    names = {*getattr(getattr(forward, "__code__", None), "co_names", ())}
-    is_passed_on = isinstance(module, nn.LayerNorm) and {"super", "forward"} <= names and "layer_norm" not in names
-    if forward not in _FORWARDS and not is_passed_on:
-        return False
-    if not module.training and not any(parameter.requires_grad for parameter in module.parameters()):
-        return False
-    # Parametrizations are attributes of a class, and replicas' of the module.
-    return not any(hasattr(type(module), name) or name in vars(module) for name in ("weight", "bias"))
-
-
-def _note(module: Any, args: Any, result: Any) -> None:
-    """A forward hook of a norm."""
-    whole = result if result._base is None else result._base
-    node, weight, bias = whole.grad_fn, module._parameters.get("weight"), module._parameters.get("bias")
-    if node is not None and node.name() == "ToCopyBackward0":
-        node = node.next_functions[0][0]
-    repeats = isinstance(module, _INSTANCE_NORMS) and (weight, bias) != (None, None)
-    if node is None or repeats or whole.nbytes < LEAST_BYTES:
-        return
-    bias = None if bias is None else bias.detach().clone()
-    weight = weight.detach().clone() if weight is not None and is_sharded() else weight
-    version = 0 if weight is None else weight._version
-    node.metadata[NORM] = Norm(getattr(module, "eps", None), weight, bias, version)
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is worth a replay, and sizes and strides say all of it."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return tensor.nbytes >= LEAST_BYTES and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _is_no_more(node: Any, operand: Saved) -> bool:
-    """Whether the node's result has as many bytes as its one operand."""
-    given = node._input_metadata[0]
-    nbytes = operand.packed.nbytes if operand.unpack is None else operand.nbytes
-    operands = sum(maker is not None for maker, _ in node.next_functions)
-    return operands == 1 and nbytes <= math.prod(given.shape) * given.dtype.itemsize
-
-
-def _writes_to_result(node: Any, operand: Value) -> int:
-    """How often a node has written to its result itself: a Function of this package says so. An operation in place has
-    once: it saves a clone of its input, which does not stand behind it."""
-    if hasattr(node, "version"):
-        return int(node.version)
-    behind = node.next_functions[0][0]
-    return int(operand.cloned >= 0 and (behind is None or operand.cloned != behind._sequence_nr()))
-
-
-class Region:
-    """What is packed between entering and leaving, and the walk of the graph that finds recipes (``replays.Graph``)."""
-
-    def __init__(self, hooks: Hooks | None) -> None:
-        self.hooks = hooks
-        self._shares = hooks is not None and not is_under_checkpoint()
-        self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Saved]]] = {}
-        self._nesting = 0
-        self._began = 0
-        self._versions: dict[int, int] = {}
-
-    def begin(self, model: nn.Module | None) -> None:
-        """What is made from now on, and of which parameters it may be made."""
-        self._began = sequence_number()
-        self._versions = {} if model is None else {id(p): p._version for p in model.parameters()}
-
-    # --- hooks --------------------------------------------------------------------------------------------------------
-
-    def pack(self, tensor: Tensor) -> Value:
-        """What a node keeps of this tensor."""
-        value = self._value_of(tensor)
-        value.claim()
-        return value
-
-    def _value_of(self, tensor: Tensor) -> Value:
-        base = tensor._base
-        whole = tensor if base is None or base.dtype is not tensor.dtype else base
-        node: Any = whole.grad_fn  # torch takes its metadata for a method
-        if node is None or not _is_plain(tensor) or whole.output_nr or whole.storage_offset():
-            return self._as_it_is(tensor, whole)
-        name = node.name()
-        value = self._known(node)
-        if value is not None and value.version != whole._version:  # written to since
-            return Saved(tensor, self.hooks, self)
-        if value is None or (value.source is value and name in RESULTS):  # which its node has saved, so far
-            value = self._recipe(node, whole) or value
-        if value is None:
-            if self.hooks is not None and whole is not tensor:
-                return self._as_it_is(tensor, whole)
-            value = self._as_it_is(whole, whole)
-            if name == "CloneBackward0":
-                value.cloned = node._sequence_nr()
-            node.metadata[_RESULT] = weakref.ref(value)
-        if isinstance(value, Recipe):
-            value.stands_for(whole)
-        return value if whole is tensor else View(tensor, value)
-
-    def _as_it_is(self, tensor: Tensor, whole: Tensor) -> Saved:
-        """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
-        if not self._shares or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
-            return Saved(tensor, self.hooks, self)
-        key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-        ref, known = self._packed.get(key, (None, None))
-        value = None if ref is None or known is None or ref() is not whole else known()
-        if value is None or value.version != tensor._version:
-            value = Saved(tensor, self.hooks, self)
-            self._packed[key] = weakref.ref(whole), weakref.ref(value)
-        return value
-
-    # --- the walk -----------------------------------------------------------------------------------------------------
-
-    def saved(self, node: Any, name: str) -> Value | None:
-        try:
-            packed = getattr(node, f"_raw_saved_{name}").data
-        except (AttributeError, RuntimeError):  # there is none of this name, or backward has freed it
-            return None
-        if isinstance(packed, Tensor) and packed.dim() == 0:  # a number, which hooks do not get
-            return Saved(packed, None, self)
-        return self._usable(packed)
-
-    def saved_tensors(self, node: Any) -> list[Value] | None:
-        """What a Function of this package has saved, in its order."""
-        try:
-            found = [self._usable(raw.data) for raw in node._raw_saved_tensors]
-        except RuntimeError:  # backward has freed it
-            return None
-        values = [value for value in found if value is not None]
-        return values if len(values) == len(found) else None
-
-    def behind(self, node: Any, edge: int) -> Value | None:
-        maker, output_nr = node.next_functions[edge]
-        if maker is None:
-            return None
-        leaf = getattr(maker, "variable", None)
-        if leaf is not None:  # as it was when the region began, and so when the node read it
-            is_same = leaf._version == self._versions.get(id(leaf)) and node._sequence_nr() >= self._began
-            return Saved(leaf, None, self) if is_same else None
-        if output_nr or self._nesting >= DEPTH:
-            return None
-        known = self._known(maker)
-        value = self._recipe(maker, None) if known is None else self._usable(known)
-        if isinstance(value, Saved) and maker.name() not in RESULTS and not _is_no_more(node, value):
-            return None  # another branch saves it, which may be dropped before
-        return value
-
-    def read(self, node: Any, name: str, edge: int) -> Value | None:
-        value = self.saved(node, name)
-        return self.behind(node, edge) if value is None else value
-
-    def _usable(self, packed: Any) -> Value | None:
-        """A value that recipes may read: of this region, and not written to since."""
-        if not isinstance(packed, Value) or packed.region is not self:
-            return None
-        return None if packed.is_edited else packed.source
-
-    def _known(self, node: Any) -> Value | None:
-        """What the node's result was packed as, or made of, before."""
-        ref = node.metadata.get(_RESULT)
-        value = None if ref is None else ref()
-        return value if value is not None and value.region is self else None
-
-    def _recipe(self, node: Any, result: Tensor | None) -> Value | None:
-        """What replays a node's first result, which may be there; or what it saves itself."""
-        name = node.name()
-        row, of_result = TABLE.get(name), RESULTS.get(name)
-        if row is None and of_result is None:
-            function: Any = vars(type(node)).get("_forward_cls") if isinstance(node, BackwardCFunction) else None
-            if function is None or not issubclass(function, Node):
-                return None
-            row = getattr(function, "replay", None)  # of a Function of this package
-        self._nesting += 1
-        try:
-            if of_result is not None:
-                return self._of_saved_result(node, result, of_result(node))
-            parts = None if row is None else row(self, node, result)
-        finally:
-            self._nesting -= 1
-        if parts is None or not parts[1] or 1 + max(value.depth for value in parts[1]) > DEPTH:
-            return None
-        version = _writes_to_result(node, parts[1][0])
-        if result is not None and result._version != version:
-            return None
-        recipe = self._noted(node, Recipe(node, parts[0], parts[1], self), version)
-        if name == "CloneBackward0":
-            recipe.cloned = node._sequence_nr()
-        return recipe
-
-    def _noted(self, node: Any, recipe: Recipe, version: int) -> Recipe:
-        """Whoever reads the node's result from now on has this recipe."""
-        recipe.version = version
-        node.metadata[_RESULT] = weakref.ref(recipe)
-        return recipe
-
-    def _of_saved_result(self, node: Any, result: Tensor | None, function: Callable[..., Tensor]) -> Value | None:
-        """A node's own saved result. It becomes a recipe where what stands behind the node can be had."""
-        try:
-            own = node._raw_saved_result.data
-        except RuntimeError:
-            return None
-        if (
-            not isinstance(own, Saved)
-            or self._usable(own) is None
-            or (result is not None and result._version != own.version)
-        ):
-            return None
-        z = self.behind(node, 0) if own.source is own else None
-        if z is not None and z.depth < DEPTH:
-            own.become(self._noted(node, Recipe(node, function, (z,), self), own.version))
-        return own.source
+def leave_region() -> None:
+    """Pop the hooks of the region that was entered last."""
+    pop_saved_tensors_hooks()
+    _inside.entered.pop()

@@ -11,9 +11,9 @@ from operator import truediv
 import torch
 from torch import Tensor
 
-from ..profiling.step import Step
 from ..utils.module_state import isolated_gradients
 from ..utils.progress import OnStage
+from .step import Step
 
 #: Each time is of so many steps, after one that is not timed. The variants take turns, so that a busy machine slows all
 #: of them.

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, dynamo_is_loaded
-from ..utils.formatting import described, first_line
-from ..utils.refusals import check_instance
+from .formatting import described, first_line
+from .refusals import check_instance
 
 
 def check_module(function: str, model: object) -> None:

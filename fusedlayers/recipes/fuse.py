@@ -1,0 +1,96 @@
+"""``fuse`` and ``unfuse``: every value of a model is saved once, and its code runs as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..utils.example import arguments_from, check_model, check_module
+from ..utils.progress import OnStage, asked
+from ..utils.refusals import check_flag
+from .patch import Patch, patch_of
+from .report import FuseReport, measured
+
+
+def fuse(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    exact: bool = False,
+    time: bool = False,
+    progress: bool | OnStage = False,
+) -> FuseReport:
+    """Save every value of a model once, in place: backward replays from other saved tensors what one operation makes.
+
+    The model's code runs as it is; ``save_once`` is around its forward pass, and around those of its modules, so that
+    it holds within checkpoints too. Call it before or after the optimizer, DDP, FSDP2, LoRA, ``load_state_dict`` and
+    ``.to``: classes, parameters, hooks, names and ``state_dict`` keys stay; ``unfuse`` undoes it. Without inputs nothing
+    is run. Under ``torch.compile``, ``torch.export``, ``torch.func`` and without gradients the model is what it was.
+
+    Unless ``exact``, some modules compute faster by nodes of this package, where their results are large: folded
+    activations (``nn.GELU``, ``nn.SiLU``, ``nn.Mish``, and classes that spell one out) save their output, RMS norms that
+    are spelled out run as one kernel, and ``act(a) * b`` in a module that holds an activation and linear layers
+    writes its gradients over a and b. Rounding errors are at most about twice those of PyTorch.
+
+    Args:
+        model: any module; a fused one gets these options instead of those that it had.
+        inputs: an example of what the model is called with, for a report: a tensor, a tuple of positional arguments, or
+            a mapping of keywords. The model is run forward and backward a few times; its buffers, gradients and the
+            random generators are put back.
+        exact: whether PyTorch's own nodes compute everything, so that gradients are the same to the last bit.
+        time: whether steps are timed too, with and without.
+        progress: True shows how far it has come and the time left: a bar on stderr in a terminal (with ``rich``
+            installed), elsewhere a line every 10 seconds. A function is told each stage, and which part of all is done.
+
+    Returns:
+        a report; with inputs, of the bytes that are saved for backward and of the peak, before and after.
+
+    Raises:
+        TypeError: ``model`` is no module, or is compiled or TorchScript; ``exact`` or ``time`` is neither True nor
+            False.
+        ValueError: lazy parameters without a shape; inputs that the model does not run on; ``time`` without inputs.
+        torch.OutOfMemoryError: the example does not fit; ``fuse(model)`` needs none. The model is what it was then.
+
+    Saved: as for ``save_once``; of an activation that saves its output that alone.
+
+    >>> import torch, fusedlayers as fl
+    >>> model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 256), torch.nn.GELU())
+    >>> report = fl.fuse(model)
+    """
+    check_model("fuse", model)
+    check_flag("fuse", "exact", exact)
+    check_flag("fuse", "time", time)
+    if time and inputs is None:
+        raise ValueError("fuse: time=True runs the model; pass inputs too")
+    if inputs is None:
+        notes = _attach(model, exact)
+        return FuseReport(type(model).__name__, exact, notes=notes)
+    with asked("fuse", progress) as on_stage:
+        return measured(model, *arguments_from(inputs), exact, time, _attach, unfuse, on_stage)
+
+
+def unfuse(model: nn.Module) -> None:
+    """Undo ``fuse`` and ``fit``: every module is again what it was. A model that was not fused stays as it is.
+
+    Raises:
+        TypeError: ``model`` is no module.
+    """
+    check_module("unfuse", model)
+    for module in model.modules():
+        patch = patch_of(module)
+        if patch is not None:
+            patch.remove()
+
+
+def _attach(model: nn.Module, exact: bool) -> tuple[str, ...]:
+    before = {patch.exact for module in model.modules() if (patch := patch_of(module)) is not None}
+    unfuse(model)
+    for module in model.modules():
+        if not isinstance(module, torch.jit.ScriptModule):
+            Patch(module, exact=exact).attach()
+    if not before:
+        return ()
+    was = "exact" if before == {True} else "not exact" if before == {False} else "fused in parts"
+    return (f"The model was fused before ({was}); it has these options now.",)
