@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
+from fusedlayers.profiling.module_tracker import ModuleTracker
 from fusedlayers.recipes import region, replays
 from fusedlayers.recipes.counting import count
 from fusedlayers.recipes.recipe import Recipe, Saved, Value, all_of
@@ -238,11 +239,11 @@ def test_three_counts_agree(name: str, dtype: torch.dtype) -> None:
 
 def test_readers_are_named() -> None:
     model, x = cases.MODELS["gated"][0](), torch.randn(16, cases.WIDTH)
-    with fl.save_once(model):
+    tracker = ModuleTracker(model)
+    with fl.save_once(model), tracker.tracking():
         y = model(x)
-    (norm,) = (
-        spared for spared in count(y, model=model).spared if "Addmm" in spared.read_by[0] and len(spared.read_by) > 1
-    )
+    found = count(y, module_of=tracker.module_of).spared
+    (norm,) = (spared for spared in found if "Addmm" in spared.read_by[0] and len(spared.read_by) > 1)
     assert norm.made_by == "MulBackward0" and {*norm.modules} == {"gate", "up"} and norm.nbytes == x.nbytes
 
 

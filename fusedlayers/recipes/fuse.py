@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,12 +27,13 @@ def fuse(
 
     The model's code runs as it is; ``save_once`` is around its forward pass, and around those of its modules, so that
     it holds within checkpoints too. Call it before or after the optimizer, DDP, FSDP2, LoRA, ``load_state_dict`` and
-    ``.to``: classes, parameters, hooks, names and ``state_dict`` keys stay; ``unfuse`` undoes it. Without inputs nothing
-    is run. Under ``torch.compile``, ``torch.export``, ``torch.func`` and without gradients the model is what it was.
+    ``.to``: classes, parameters, hooks, names and ``state_dict`` keys stay; ``unfuse`` undoes it. Without inputs
+    nothing is run. Under ``torch.compile``, ``torch.export``, ``torch.func`` and without gradients the model is what it
+    was.
 
     Unless ``exact``, some modules compute faster by nodes of this package, where their results are large: folded
-    activations (``nn.GELU``, ``nn.SiLU``, ``nn.Mish``, and classes that spell one out) save their output, RMS norms that
-    are spelled out run as one kernel, and ``act(a) * b`` in a module that holds an activation and linear layers
+    activations (``nn.GELU``, ``nn.SiLU``, ``nn.Mish``, and classes that spell one out) save their output, RMS norms
+    that are spelled out run as one kernel, and ``act(a) * b`` in a module that holds an activation and linear layers
     writes its gradients over a and b. Rounding errors are at most about twice those of PyTorch.
 
     Args:
@@ -64,11 +66,25 @@ def fuse(
     check_flag("fuse", "time", time)
     if time and inputs is None:
         raise ValueError("fuse: time=True runs the model; pass inputs too")
+    before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
+    notes = _notes_on(before)
     if inputs is None:
-        notes = _attach(model, exact)
+        _attach(model, exact)
         return FuseReport(type(model).__name__, exact, notes=notes)
-    with asked("fuse", progress) as on_stage:
-        return measured(model, *arguments_from(inputs), exact, time, _attach, unfuse, on_stage)
+    switches = (lambda: unfuse(model)), (lambda: _attach(model, exact))
+    try:
+        with asked("fuse", progress) as on_stage:
+            found = measured(model, *arguments_from(inputs), time, switches, on_stage)
+    except BaseException as error:
+        unfuse(model)
+        for patch in before:
+            patch.attach()
+        if isinstance(error, torch.OutOfMemoryError):
+            raise torch.OutOfMemoryError(
+                f"fuse: the model does not fit into memory with these inputs; fuse(model) needs none. {error}"
+            ) from error
+        raise
+    return FuseReport(type(model).__name__, exact, **{**found, "notes": (*notes, *found["notes"])})
 
 
 def unfuse(model: nn.Module) -> None:
@@ -84,13 +100,17 @@ def unfuse(model: nn.Module) -> None:
             patch.remove()
 
 
-def _attach(model: nn.Module, exact: bool) -> tuple[str, ...]:
-    before = {patch.exact for module in model.modules() if (patch := patch_of(module)) is not None}
+def _attach(model: nn.Module, exact: bool) -> None:
     unfuse(model)
     for module in model.modules():
         if not isinstance(module, torch.jit.ScriptModule):
             Patch(module, exact=exact).attach()
-    if not before:
+
+
+def _notes_on(patches: Sequence[Patch]) -> tuple[str, ...]:
+    """Of a model that was fused before."""
+    if not patches:
         return ()
-    was = "exact" if before == {True} else "not exact" if before == {False} else "fused in parts"
-    return (f"The model was fused before ({was}); it has these options now.",)
+    options = {patch.exact for patch in patches}
+    was = "partly with exact=True" if len(options) > 1 else f"with exact={options.pop()}"
+    return (f"The model was fused before, {was}; now it has the options of this call.",)

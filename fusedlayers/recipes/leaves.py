@@ -16,7 +16,7 @@ from ..activations.lookup import activation_of_module
 from ..backends.operations import Pointwise
 from ..call import followed_by, plan_for
 from ..execute import POINTWISE
-from ..fusion.stand_in import _activation, _may_be_recognised, recognise
+from ..fusion.stand_in import _activation, _may_be_recognised, _twin, recognise
 from ..sizes import is_small
 from .region import Region
 
@@ -34,7 +34,7 @@ def is_activation(module: nn.Module, x: Tensor) -> bool:
     """Whether it does, of inputs like x."""
     if type(module) in _FOLDED:
         return True
-    found = recognise(module, x.dtype, x.shape)
+    found = recognise(_twin(module), x.dtype, x.shape)
     return found is not None and found.kind == "activation"
 
 

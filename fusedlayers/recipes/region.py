@@ -34,6 +34,13 @@ _RESULT = "fusedlayers.result"
 _PLAIN = (Tensor, nn.Parameter)
 
 
+def result_of(node: Any) -> Value | None:
+    """What a node's first result was packed as, or made of."""
+    ref = node.metadata.get(_RESULT)
+    value: Value | None = None if ref is None else ref()
+    return value
+
+
 def _is_plain(tensor: Tensor) -> bool:
     """Whether it is worth a replay, and sizes and strides say all of it."""
     if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
@@ -180,8 +187,7 @@ class Region:
 
     def _known(self, node: Any) -> Value | None:
         """What the node's result was packed as, or made of, before."""
-        ref = node.metadata.get(_RESULT)
-        value = None if ref is None else ref()
+        value = result_of(node)
         return value if value is not None and value.region is self else None
 
     def _recipe(self, node: Any, result: Tensor | None) -> Value | None:
