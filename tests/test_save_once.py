@@ -7,6 +7,7 @@ import io
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
@@ -300,6 +301,21 @@ def test_nothing_is_left_behind_a_backward_pass() -> None:
         loss = model(x).square().mean()
     loss.backward()
     assert count(loss).kept_bytes == 0  # the loss, which holds the graph, is alive
+
+
+def test_operands_are_freed_with_their_readers() -> None:
+    first, act, last = nn.Linear(64, 64), nn.GELU(), nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
+    x = torch.randn(256, 64, requires_grad=True)
+    with fl.save_once():
+        y = act(first(x))
+        loss = sum((layer(y).sum() for layer in last), torch.zeros(()))
+    operand = weakref.ref(y.grad_fn._raw_saved_self.data)  # type: ignore[union-attr]
+    del y
+    alive: list[bool] = []
+    x.register_hook(lambda gradient: alive.append(operand() is not None))
+    assert operand() is not None
+    loss.backward()
+    assert alive == [False]
 
 
 def test_long_chains() -> None:

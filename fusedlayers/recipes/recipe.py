@@ -10,6 +10,8 @@ leaves to others what they need of it.
 
 from __future__ import annotations
 
+import functools
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -62,7 +64,8 @@ class Value:
         if current != self._pass:
             self._pass, self._left, self._tensor = current, self.readers, None
             if self.readers > 1:
-                queue_callback(self._drop)
+                # By a weak reference: the operands are freed with the readers, and not at the end of the pass.
+                queue_callback(functools.partial(_drop, weakref.ref(self)))
         tensor = self._tensor
         if tensor is None:
             tensor = self._make()
@@ -73,9 +76,6 @@ class Value:
     def recorded(self) -> Tensor:
         """The tensor, for one reader, laid out as it was."""
         return self.get()
-
-    def _drop(self) -> None:
-        self._tensor = None
 
     @property
     def is_edited(self) -> bool:
@@ -93,6 +93,13 @@ class Value:
     def operands(self) -> Sequence[Value]:
         """The values that it is made of."""
         return ()
+
+
+def _drop(reference: weakref.ref[Value]) -> None:
+    """Behind a backward pass."""
+    value = reference()
+    if value is not None:
+        value._tensor = None
 
 
 class Saved(Value):
