@@ -68,6 +68,7 @@ class Item(NamedTuple):
 HALVES = {
     1: (
         Item("environment", 40),
+        Item("fuse", 200),
         Item("kernels", 80),
         Item("host", 40),
         Item("contexts", 40),
@@ -142,7 +143,7 @@ class Check:
     def run(self, item: Item) -> None:
         seconds = item.seconds * self.scale
         print(f"{item.name}: at most {seconds:.0f} s ...", flush=True)
-        if item.name in gpu_items.ITEMS:
+        if item.name == "fuse" or item.name in gpu_items.ITEMS:
             self._run_cases(item.name, seconds)
         else:
             self._run_command(item.name, seconds)
