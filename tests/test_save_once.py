@@ -135,6 +135,57 @@ def test_models_of_transformers(name: str, is_checkpointed: bool) -> None:
     assert all(map(are_equal, *found))
 
 
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "rows": (lambda x: x.flatten(2).transpose(1, 2).flatten(0, 1), 1),
+    "contiguous": (torch.Tensor.contiguous, 1),
+    "channels last": (lambda x: x.contiguous(memory_format=torch.channels_last), 1),
+    "transposed": (lambda x: x.mT.contiguous().mT, 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+@pytest.mark.parametrize(
+    "dtypes",
+    [
+        (torch.float32, torch.float32),
+        (torch.float64, torch.float64),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.float32),
+        (torch.float16, torch.float16),
+    ],
+    ids=str,
+)
+def test_batch_norms(
+    dtypes: tuple[torch.dtype, torch.dtype], affine: bool, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The statistics are counted once: replays are evaluations, of what is laid out in a usual way."""
+    lay_out, counts = LAYOUTS[layout]
+    x = lay_out(torch.randn(4, 65, 40, 41) * 3 + 1).to(dtypes[0]).requires_grad_()
+    norm = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d}[x.dim()](x.shape[1], affine=affine).to(dtypes[1])
+    for parameter in norm.parameters():
+        nn.init.normal_(parameter)
+    batch_norm, trains = torch.batch_norm, []
+
+    def noting(*args: Any) -> Tensor:
+        trains.append(args[5])
+        return batch_norm(*args)
+
+    monkeypatch.setattr(torch, "batch_norm", noting)
+    with fl.save_once(norm):
+        y = norm(x)
+        z = y.square()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        assert torch.equal(z.grad_fn._saved_self, y)  # type: ignore[union-attr]
+    finally:
+        torch.set_num_threads(threads)
+    is_saved = not affine and y.dtype.itemsize == 2
+    assert sum(trains) == (1 if is_saved else counts) and len(trains) == 2 - is_saved
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 def test_adapters() -> None:
     peft, hf = pytest.importorskip("peft"), pytest.importorskip("transformers")
