@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 from fusedlayers.profiling.module_tracker import ModuleTracker
-from fusedlayers.recipes import region, replays
+from fusedlayers.recipes import recipe, region, replays
 from fusedlayers.recipes.counting import count
 from fusedlayers.recipes.recipe import Recipe, Saved, Value, all_of
 from fusedlayers.utils.autograd_graph import is_leaf, nodes_of, raw_saved
@@ -184,6 +184,31 @@ def test_batch_norms(
         torch.set_num_threads(threads)
     is_saved = not affine and y.dtype.itemsize == 2
     assert sum(trains) == (1 if is_saved else counts) and len(trains) == 2 - is_saved
+
+
+@pytest.mark.parametrize("function", recipe._IN_PLACE, ids=lambda function: function.__name__)
+@pytest.mark.parametrize("is_read", [False, True], ids=["", "read by others"])
+@pytest.mark.parametrize("source", ["norm", "view"])
+def test_activations_are_written_over_norms(
+    source: str, is_read: bool, function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody else reads these; and over nothing else."""
+    norm, linear, model, x = _norm_and_linear()
+    in_place, written = recipe._IN_PLACE[function], []
+
+    def noting(z: Tensor) -> Tensor:
+        written.append(z)
+        return in_place(z)
+
+    monkeypatch.setitem(recipe._IN_PLACE, function, noting)
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        with enter(model):
+            h = norm(x) if source == "norm" else linear(x).square().view(8, 32)
+            y = linear(function(h)) + (h * function(h) + function(h) * h if is_read else 0)
+        found.append([*torch.autograd.grad(y.sum(), [*model.parameters()], allow_unused=True)])
+    assert all(a is b or are_equal(a, b) for a, b in zip(*found, strict=True))
+    assert len(written) == (source == "norm" and not is_read)
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it

@@ -34,6 +34,12 @@ def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
     return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
+#: Functions, and those that write the same bits over their operand.
+_IN_PLACE: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
+    torch.relu: torch.relu_, torch.tanh: torch.tanh_, torch.sigmoid: torch.sigmoid_, torch.exp: torch.exp_
+}  # fmt: skip
+
+
 class Value:
     """A value that backward reads.
 
@@ -80,6 +86,11 @@ class Value:
     @property
     def is_edited(self) -> bool:
         """Whether the tensor has been written to since it was saved, as far as that shows."""
+        return False
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether the tensor that ``get`` has just returned is new, and its reader's alone."""
         return False
 
     @property
@@ -191,8 +202,14 @@ class Recipe(Value):
     def _make(self) -> Tensor:
         with torch.no_grad():
             given = [value.recorded() for value in self._operands]
+            # Memory that is taken anew is zeroed page by page: 1.7 ms for 25 MB of relu, .5 over its operand.
+            function = _IN_PLACE.get(self._function) if self._operands[0].is_given_up else None
             with torch.autocast(given[0].device.type, enabled=False) if autocast_is_active() else nullcontext():
-                return laid_out(self._function(*given).to(self.dtype), self.layout)
+                return laid_out((function or self._function)(*given).to(self.dtype), self.layout)
+
+    @property
+    def is_given_up(self) -> bool:
+        return self.readers == 1 and "Norm" in self.made_by  # others may return a view, or their operand
 
     def stands_for(self, tensor: Tensor) -> None:
         """Its replays are laid out as this tensor, which is not saved."""
