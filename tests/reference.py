@@ -93,7 +93,7 @@ def ulp(value: Tensor, dtype: torch.dtype) -> Tensor:
 def encoding_error(y: Tensor, dtype: torch.dtype) -> Tensor:
     """How far the branch bit may move an output: by a unit in the last place, and from what underflows to the smallest
     number that has the bit."""
-    return torch.maximum(ulp(y, dtype), torch.tensor(branch_bit.smallest_marked(dtype), dtype=torch.float64))
+    return torch.maximum(ulp(y, dtype), torch.tensor(branch_bit.LEAST[dtype], dtype=torch.float64))
 
 
 def derivative(function: Function, z: Tensor) -> Tensor:

@@ -399,7 +399,8 @@ def test_the_inverse_is_the_rows(activation: Activation, dtype: torch.dtype) -> 
         assert torch.equal(_bits(found), _bits(expected))
         return
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert found[:2].abs().max() < 4e-7 and found[2:4].tolist() == [math.inf, -math.inf] and bool(found[4].isnan())
+    assert abs(found[0]) < 4e-7 and found[1] < -9  # of -0.0 any input whose output underflows
+    assert found[2:4].tolist() == [math.inf, -math.inf] and bool(found[4].isnan())
 
 
 @every_invertible

@@ -28,7 +28,7 @@ from examples.custom_activation import ACTIVATIONS
 from fusedlayers.activations import custom, partition, recognition, resolve
 from fusedlayers.activations.free_variables import find_variables
 from fusedlayers.call import with_operands
-from fusedlayers.derivative.branch_bit import smallest_marked
+from fusedlayers.derivative.branch_bit import LEAST
 from fusedlayers.memory import saved_bytes
 from fusedlayers.utils.bounded_cache import LIMIT, BoundedCache
 
@@ -1234,8 +1234,8 @@ def _sweep(entry: Published, dtype: torch.dtype) -> None:
     # Arithmetic in between is float32: what that overflows, or cancels, is not counted against it.
     single = entry.function(z.float(), *(v.float() for v in values)).to(dtype)
     marked = fl.bias_act(z.clone().requires_grad_(), None, function).detach()
-    # What underflows on a marked branch becomes a normal number, for the branch.
-    tiny = marked.abs().double() == smallest_marked(dtype)
+    # An ambiguous output that underflows becomes 0, and no subnormal number.
+    tiny = (marked == 0) & (truth.abs().double() < LEAST[dtype])
     for y in (fl.bias_act(z, None, function), torch.where(tiny, truth, marked)):
         assert not bool((y.isnan() & ~eager.isnan()).any())
         there = ~(y.isnan() | eager.isnan())

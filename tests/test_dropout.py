@@ -82,8 +82,9 @@ def test_what_is_dropped_is_what_torch_drops(activation: Activation, dtype: torc
     exact = activation.function(z.double()) / (1 - p) * ~_dropped(z, p)
     errors = [float((t.double() - exact).abs().max()) for t in (y, expected)]
     assert errors[0] <= 2 * errors[1] + 8 * torch.finfo(dtype).eps * float(exact.abs().max())
-    assert torch.equal(y == 0, expected == 0) or activation.is_folded  # whose underflow is marked
-    assert torch.equal((y == 0) & y.signbit(), _dropped(z, p))
+    assert torch.equal(y == 0, expected == 0) or activation.name == "gelu_tanh"  # of which torch's cancels in float16
+    zero = activation.encoded(z.float(), dtype).to(dtype) == 0
+    assert torch.equal((y == 0) & y.signbit() & ~zero, _dropped(z, p) & ~zero)
 
 
 @each_dtype
@@ -106,7 +107,8 @@ def test_zeros_infinities_and_nan(dtype: torch.dtype) -> None:
         z = z.repeat(400).to(dtype).requires_grad_()
         ours, eager, dropped = _ours(z, name, 0.5), _eager(z, name, 0.5), _dropped(z, 0.5)
         assert torch.equal(ours.isnan(), eager.isnan()) and torch.equal(ours.isinf(), eager.isinf())
-        assert not bool(ours[~dropped & (ours == 0)].signbit().any())
+        is_marked = resolve(name).is_folded & (z.detach() < -100)
+        assert torch.equal(ours[~dropped & (ours == 0)].signbit(), is_marked[~dropped & (ours == 0)])
         found, expected = (torch.autograd.grad(y, z, torch.ones_like(y))[0] for y in (ours, eager))
         finite = z.detach().isfinite()
         torch.testing.assert_close(found[finite], expected[finite], rtol=2e-2, atol=2e-2)
@@ -197,7 +199,8 @@ def test_the_loops_compute_what_the_reference_does(activation: Activation, dtype
     unit = torch.finfo(dtype).eps
     for found, _, dz in results:
         torch.testing.assert_close(found, results[0][0], rtol=16 * unit, atol=4 * unit)
-        assert torch.equal(found.signbit() & (found == 0), ~keep)
+        zero = (z == 0) & z.signbit() if activation.is_folded else torch.zeros_like(keep)
+        assert torch.equal(found.signbit() & (found == 0), ~keep | zero)
         # The loops round y (1 - p), which next to a fold moves the derivative by the root of a unit.
         allowed = 4 * unit**0.5 if activation.is_folded and dtype is torch.float32 else max(4 * unit, 2e-5)
         torch.testing.assert_close(dz, results[0][2], rtol=16 * unit, atol=allowed)

@@ -21,7 +21,7 @@ import fusedlayers as fl
 from fusedlayers import sizes
 from fusedlayers.backends.cpu import table
 from fusedlayers.derivative.analysis import FLOAT32_ALLOWANCE, GELU_ERRORS
-from fusedlayers.derivative.branch_bit import smallest_marked
+from fusedlayers.derivative.branch_bit import LEAST
 from fusedlayers.derivative.features import find_features
 
 EACH = 6
@@ -110,7 +110,7 @@ def _compare(
 
     # The branch bit costs a unit.
     unit = eps * torch.where(is_sane, exact.value, 0.0).abs()
-    over = value_errors(ours.value) - 2 * value_errors(eager.value).max() - 1.5 * unit - smallest_marked(z.dtype)
+    over = value_errors(ours.value) - 2 * value_errors(eager.value).max() - 1.5 * unit - LEAST[z.dtype]
     worst = float(value_errors(ours.value).flatten()[over.argmax()])
     assert float(over.max()) <= 0, f"{say}: the value errs by {worst:.3g}"
     limit = GELU_ERRORS[z.dtype]

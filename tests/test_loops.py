@@ -794,7 +794,7 @@ def _all_sizes() -> Tensor:
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["loops", "reference"])
 @pytest.mark.parametrize("name", [*map(str, FOLDED), "users", "users_maximum", "users_both_signs"])
 def test_a_marked_output_is_never_subnormal(name: str, backend: Any) -> None:
-    # Matmuls of subnormal numbers take up to 20 times as long. float16 has too few others.
+    # Matmuls of subnormal numbers take up to 20 times as long. float16 has too few others. Zeros carry the branch.
     for dtype in DTYPES:
         activation = _activation(name, dtype) if name in ACTIVATIONS else resolve(name)
         fold = activation.fold
@@ -806,9 +806,8 @@ def test_a_marked_output_is_never_subnormal(name: str, backend: Any) -> None:
         assert torch.equal(marked, fold.marks(z.float()) & finite)
         sizes = y[marked].double().abs()
         assert len(sizes) > 1000
-        assert float(sizes.min()) >= (2.0**-24 if dtype is torch.float16 else torch.finfo(dtype).smallest_normal)
-        if name not in ("hardswish", "users_both_signs"):  # which do not underflow
-            assert float(sizes.min()) == branch_bit.smallest_marked(dtype)
+        assert not bool((sizes[sizes > 0] < branch_bit.LEAST[dtype]).any())
+        assert bool((sizes == 0).any()) or name == "users_both_signs"
 
 
 # --- users' functions -------------------------------------------------------------------------------------------------

@@ -194,6 +194,9 @@ def test_every_16_bit_number_forward(activation: Activation, dtype: torch.dtype)
         return
     left = z.double() < position(activation)
     assert torch.equal(branch_bit.decode(saved.float(), dtype)[real], left[real])
+    assert not bool((saved.abs() < branch_bit.LEAST[dtype])[left & (saved != 0)].any())
+    if activation.name == "hardswish":
+        assert torch.equal((saved == 0)[left], (truth == 0)[left])
     nominal = branch_bit.encode(truth.float(), left, dtype).to(dtype)
     assert int(steps(saved, nominal)[real & ~nothing & (truth < 0)].max()) <= 2  # the next number of that branch
     assert torch.equal(saved[real & (truth >= 0) & ~left], exact[real & (truth >= 0) & ~left])

@@ -82,10 +82,9 @@ def _mish(z: Tensor) -> Tensor:
 
 
 def _hardswish_derivative(distance: Tensor, y: Tensor, left: Tensor) -> Tensor:
-    # y = z (z + 3) / 6, so f' = (2z + 3) / 6 = +-sqrt(24 (y + 3/8)) / 6. Flat outputs (z <= -3) are 0 and carry the
-    # branch.
+    # y = z (z + 3) / 6, so f' = (2z + 3) / 6 = +-sqrt(24 (y + 3/8)) / 6. Flat outputs (z <= -3) are -0.0.
     slope = torch.sqrt(24 * distance) / 6
-    return torch.where(left, torch.where(y > -1e-7, 0.0, -slope), torch.where(y >= 3, 1.0, slope))
+    return torch.where(left, torch.where(y == 0, 0.0, -slope), torch.where(y >= 3, 1.0, slope))
 
 
 TABLE = (

@@ -303,8 +303,6 @@ class Activation:
         marked = self.marked(y, dtype) if marked is None else marked
         if fitted is not None and marked is not None:
             return fitted(y, marked)
-        if marked is not None:  # of 0 the branch is told by the number next to it
-            y = torch.where(y.abs() <= branch_bit.smallest_marked(dtype), 0.0, y)
         return input_of(self.function, y, self.fold, marked)
 
     def fitted_inverse(self) -> FoldedInverse | None:

@@ -267,9 +267,7 @@ class _Trial:
         kink's output, for inputs within their own rounding of the kink. Inputs further away may have its output too,
         where a side is flat or rounds to it."""
         eps = torch.finfo(self.dtype).eps
-        unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * eps
-        if kink.output == 0:  # a marked output underflows to this
-            unit = 0.0 if self.features.fold is None else branch_bit.smallest_marked(self.dtype)
+        unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * eps if kink.output else 0.0
         same = (stored - float(torch.tensor(kink.output, dtype=self.dtype))).abs() <= unit
         return same & ((self.z - kink.position).abs() <= 2 * eps * max(1.0, abs(kink.position)))
 

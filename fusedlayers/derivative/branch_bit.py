@@ -12,10 +12,10 @@ negative minimum and then rises, so only negative outputs are ambiguous), "posit
 Both functions use only float32 and int32 operations and round by integer arithmetic, so that any backend can trace
 them: the bit survives a compiler that keeps a 16-bit intermediate in float32, or rounds it in another way.
 
-Conventions: an ambiguous zero is on the unmarked branch; so is GELU's -0.0 (the slope at z = -0.0 is that at z = 0). An
-output that underflows on the marked branch becomes the smallest normal number with the bit set, because a matmul of
-subnormal numbers takes up to 20 times as long on CPUs. In float16, whose smallest normal number is 6e-5, it becomes the
-smallest subnormal. NaN stays NaN. An infinite output has no last bit: it stays infinite and counts as unmarked.
+Conventions: the sign of a zero records its branch: -0.0 is marked, 0.0 is not. So zeros stay zeros (hardswish of -5 is
+-0.0, GELU of -0.0 is 0.0). An ambiguous output below ``LEAST`` becomes a zero, because a matmul of subnormal numbers
+takes up to 20 times as long on CPUs. NaN stays NaN. An infinite output has no last bit: it stays infinite and counts as
+unmarked.
 
 What it does not do: a function with two folds would need two bits, and float64 outputs carry none.
 """
@@ -40,13 +40,11 @@ _MAGNITUDE = 2**31 - 1
 _INFINITY = 0x7F80_0000
 #: The bits, in float32, of the largest number of each dtype.
 _LARGEST = {torch.float32: 0x7F7F_FFFF, torch.bfloat16: 0x7F7F_0000, torch.float16: 0x477F_E000}
-
-
-def smallest_marked(dtype: torch.dtype) -> float:
-    """The magnitude of a marked output that underflows."""
-    if dtype is torch.float16:
-        return _HALF_UNIT
-    return 2.0**-126 * (1.0 + 2.0 ** (LAST_BIT[dtype] - 23))
+#: The least size of an ambiguous output that is not 0: the smallest normal number; of float16, where that is 6e-5, the
+#: smallest subnormal.
+LEAST = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: _HALF_UNIT}
+#: The largest size that rounds to 0: a small negative output must not become -0.0 where that is marked.
+_NOTHING = {torch.float32: 0.0, torch.bfloat16: 2.0**-134, torch.float16: 2.0**-25}
 
 
 def encode(
@@ -75,9 +73,6 @@ def encode(
         units = torch.bitwise_right_shift(_round_to_parity(fixed.to(torch.int32), bit, 6), 6)
         small = (units.to(torch.float32) * _HALF_UNIT).view(torch.int32)
         rounded = torch.where(y.abs() < _HALF_NORMAL, small, rounded)
-    else:
-        smallest = 0x0080_0000 + 2 ** LAST_BIT[dtype]  # the bits of smallest_marked
-        rounded = torch.where(marked & (rounded < smallest), smallest, rounded)
     if not bounded:
         # The largest number's last bit is set. The number before it must not round up to infinity, and infinity must
         # not become NaN, as it would with its last bit set.
@@ -86,24 +81,31 @@ def encode(
         overflowed = torch.where(magnitude > _INFINITY, magnitude, _INFINITY)
         rounded = torch.where(magnitude > _LARGEST[dtype], overflowed, rounded)
     if ambiguous == "negative":
-        encoded, concerned = torch.bitwise_or(rounded, _SIGN), marked | (y < 0)
+        encoded = torch.bitwise_or(rounded, _SIGN)
     elif ambiguous == "positive":
-        encoded, concerned = rounded, marked | (y > 0)
+        encoded = rounded
     else:
-        return torch.bitwise_or(rounded, torch.bitwise_and(bits, _SIGN)).view(torch.float32)
-    return torch.where(concerned, encoded.view(torch.float32), y)
+        encoded = torch.bitwise_or(rounded, torch.bitwise_and(bits, _SIGN))
+    encoded = _with_zeros(encoded, y, marked, dtype)
+    if ambiguous == "both":
+        return encoded
+    return torch.where(marked | ((y <= 0) if ambiguous == "negative" else (y >= -_NOTHING[dtype])), encoded, y)
 
 
 def _encode_negative(y: Tensor, marked: Tensor, dtype: torch.dtype) -> Tensor:
-    """The same for GELU and its like in eight operations of a GPU: the sign is rounded with the rest."""
+    """The same for GELU and its like in nine operations of a GPU: the sign is rounded with the rest."""
     bits, unit = y.view(torch.int32), 1 << LAST_BIT[dtype]
     base = torch.where(marked, _SIGN + unit, _SIGN).to(torch.int32)  # what the result has to contain
     if unit > 1:
         bits = bits + torch.bitwise_xor(base, _SIGN + unit)  # 0 where marked, else a unit
     rounded = torch.bitwise_or(torch.bitwise_and(bits, -2 * unit), base)
-    smallest = _SIGN + 0x0080_0000 + unit  # the bits of -smallest_marked
-    rounded = torch.where(marked & (rounded < smallest), smallest, rounded)
-    return torch.where(marked | (y < 0), rounded.view(torch.float32), y)
+    return torch.where(marked | (y <= 0), _with_zeros(rounded, y, marked, dtype), y)
+
+
+def _with_zeros(encoded: Tensor, y: Tensor, marked: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers of these bits, with zeros of the branch's sign where ``y`` is below ``LEAST``."""
+    zero = torch.where(marked, _SIGN, 0).to(torch.int32)
+    return torch.where(y.abs() < LEAST[dtype], zero, encoded).view(torch.float32)
 
 
 def decode(y: Tensor, dtype: torch.dtype, ambiguous: Ambiguous = "negative") -> Tensor:
@@ -113,9 +115,10 @@ def decode(y: Tensor, dtype: torch.dtype, ambiguous: Ambiguous = "negative") -> 
     if dtype is torch.float16:
         units = (y.abs() * (1.0 / _HALF_UNIT)).to(torch.int32)
         bit = torch.where(y.abs() < _HALF_NORMAL, torch.bitwise_and(units, 1), bit)
-    if ambiguous == "both":
-        return bit != 0
-    return ((bits < 0) if ambiguous == "negative" else (bits > 0)) & (bit != 0)
+    is_set = bit != 0
+    if ambiguous != "both":
+        is_set = ((bits < 0) if ambiguous == "negative" else (bits > 0)) & is_set
+    return is_set | (bits == _SIGN)
 
 
 def _round_to_parity(magnitude: Tensor, bit: Tensor, shift: int) -> Tensor:

@@ -146,7 +146,8 @@ class Polynomials:
         y_tail = torch.where(in_tail, y, self.minimum * self.tail_fraction)
         u = y_tail
         if self.in_logarithm:
-            u = torch.sqrt(math.log(-self.minimum) - torch.log(-y_tail))
+            # Of 0 the logarithm would have no finite derivative.
+            u = torch.sqrt(math.log(-self.minimum) - torch.log(torch.where(y_tail > -TINY, TINY, -y_tail)))
             u = torch.where(u > self.tail.stop, self.tail.stop, u)
         tail = y_tail * self.tail(u) if self.vanishes else self.tail(u)
         return torch.where(in_tail, tail, value)

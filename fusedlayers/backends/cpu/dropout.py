@@ -86,7 +86,7 @@ def _gradient_kernel(activation: Activation) -> Kernel | None:
 def _stored_kernel(activation: Activation, dtype: torch.dtype, p: float) -> Kernel:
     """What is stored for every output that is kept."""
     stored = reference.scaled(activation, all_values(dtype).float(), dtype, 1 - p)
-    return Kernel(dtype, values=reference.plain_zeros(stored.to(dtype)))
+    return Kernel(dtype, values=stored.to(dtype))
 
 
 @functools.lru_cache(KERNELS)

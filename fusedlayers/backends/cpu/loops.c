@@ -43,7 +43,7 @@ typedef struct {
   int32_t ambiguous, bend;
   float sign, origin_high, origin_low, nearest, farthest;
   float low, high, half, zero, scale, first, last;
-  float underflow; /* the derivative at a marked output that has underflowed */
+  float at_zero; /* the derivative at a marked zero */
   int32_t flats;
   const float *flat; /* low, high and slope of each */
   const float *cubics;
@@ -358,14 +358,17 @@ static inline void hardsigmoid(float z, float p, float e, float *y, float *slope
 #define MAGNITUDE INT32_MAX
 #define INFINITE 0x7f800000
 #define LARGEST 0x7f7fffff
-#define SMALLEST 0x00800001
 
-/* The bit is cleared and set without a branch: left of ``position`` outputs have a limit, the smallest normal number. */
+/* The number of these bits, or instead of a subnormal one, of y's size, a zero that is negative if marked (bit is 1). */
+static inline float or_zero(int32_t found, float y, int32_t bit) {
+  int32_t zero = (int32_t)((uint32_t)bit << 31);
+  return float_of(__builtin_fabsf(y) < 0x1p-126f ? zero : found);
+}
+
 static inline float marked(float z, float y, float position) {
-  int32_t mask = -(z < position), most = INFINITE ^ (mask & (INFINITE ^ (SIGN | (SMALLEST - 1))));
-  float limited = float_of(most) < y ? float_of(most) : y; /* a NaN as it is */
-  uint32_t found = (uint32_t)bits_of(limited);
-  return float_of((int32_t)(found & ~(found >> 31)) | (mask & 1));
+  int32_t bit = z < position, concerned = y <= 0.0f ? 1 : bit;
+  float encoded = or_zero((bits_of(y) & -2) | SIGN | bit, y, bit);
+  return concerned ? encoded : y;
 }
 
 #define OUTPUT_OF(NAME) \
@@ -419,11 +422,7 @@ static void encode(const mark *m, const float *z, const float *y, float *out) {
   int32_t bit[BLOCK], found[BLOCK];
   if (m->is_left) EACH bit[i] = z[i] < m->position ? 1 : 0;
   else EACH bit[i] = z[i] > m->position ? 1 : 0;
-  EACH {
-    int32_t even = (bits_of(y[i]) & MAGNITUDE & -2) | bit[i];
-    int32_t least = bit[i] * SMALLEST;
-    found[i] = even < least ? least : even;
-  }
+  EACH found[i] = (bits_of(y[i]) & MAGNITUDE & -2) | bit[i];
   if (!m->is_bounded) EACH {
     int32_t magnitude = bits_of(y[i]) & MAGNITUDE, most = LARGEST - 1 + bit[i];
     int32_t overflowed = magnitude > INFINITE ? magnitude : INFINITE;
@@ -431,14 +430,16 @@ static void encode(const mark *m, const float *z, const float *y, float *out) {
     found[i] = magnitude > LARGEST ? overflowed : limited;
   }
   if (m->ambiguous == NEGATIVE) EACH {
-    int32_t as_is = bits_of(y[i]), concerned = y[i] < 0.0f ? 1 : bit[i];
-    out[i] = float_of(concerned ? found[i] | SIGN : as_is);
+    int32_t concerned = y[i] <= 0.0f ? 1 : bit[i];
+    float encoded = or_zero(found[i] | SIGN, y[i], bit[i]);
+    out[i] = concerned ? encoded : y[i];
   }
   else if (m->ambiguous == POSITIVE) EACH {
-    int32_t as_is = bits_of(y[i]), concerned = y[i] > 0.0f ? 1 : bit[i];
-    out[i] = float_of(concerned ? found[i] : as_is);
+    int32_t concerned = y[i] >= 0.0f ? 1 : bit[i];
+    float encoded = or_zero(found[i], y[i], bit[i]);
+    out[i] = concerned ? encoded : y[i];
   }
-  else EACH out[i] = float_of(found[i] | (bits_of(y[i]) & SIGN));
+  else EACH out[i] = or_zero(found[i] | (bits_of(y[i]) & SIGN), y[i], bit[i]);
 }
 
 /* --- the derivative from float32 outputs (table.py) ----------------------------------------------------------------- */
@@ -480,16 +481,16 @@ static void look_up(const table *t, const float *y, float *slope) {
     index[i] = 4 * (int32_t)(f - first);
   }
   cubics_at(t->cubics, index, s, slope);
-  if (t->ambiguous != NEVER) {
-    const float underflow = t->underflow;
-    EACH slope[i] = (bits_of(y[i]) & MAGNITUDE) == SMALLEST ? underflow : slope[i];
-  }
   for (int f = 0; f < t->flats; f++) {
     const float from = t->flat[3 * f], to = t->flat[3 * f + 1], value = t->flat[3 * f + 2];
     EACH {
       float other = y[i] <= to ? value : slope[i];
       slope[i] = y[i] >= from ? other : slope[i];
     }
+  }
+  if (t->ambiguous != NEVER) {
+    const float at_zero = t->at_zero;
+    EACH slope[i] = bits_of(y[i]) == SIGN ? at_zero : slope[i];
   }
 }
 
@@ -501,7 +502,8 @@ static void intervals(const fold_table *t, const float *y, int32_t *index, float
   EACH {
     float d = (y[i] - origin_high) - origin_low;
     d = d < nearest ? nearest : d;
-    int32_t is_marked = bits_of(y[i]) & (int32_t)((uint32_t)bits_of(y[i]) << 31); /* a set last bit counts if negative */
+    int32_t b = bits_of(y[i]), is_set = b & (int32_t)((uint32_t)b << 31); /* the last bit counts if negative */
+    int32_t is_marked = b == SIGN ? SIGN : is_set;
     int32_t of_tail = y[i] > tail ? is_marked : 0, w = of_tail < 0 ? bits_of(y[i] * down) : bits_of(d) | is_marked;
     float rest = (float)(w & ((1 << REST) - 1)) * (1.0f / (1 << REST));
     place[i] = y[i] == y[i] ? rest : y[i];
@@ -541,14 +543,13 @@ static void invert_formula(const kernel *k, const float *y, float *z) {
 }
 
 /* The derivative of hardswish from y = z (z + 3) / 6, a parabola between its kinks: with d, the distance from its
-   minimum less what the mark moves outputs by (``FoldedDerivative.margin``), (2z + 3) / 6 = sqrt(2d / 3). Marked outputs
-   below ``jumped`` belong to z < -3: the number after -3 has one of 1.2e-7. */
+   minimum less what the mark moves outputs by (``FoldedDerivative.margin``), (2z + 3) / 6 = sqrt(2d / 3). Of z <= -3 it
+   is -0. */
 static void hardswish_from_output(float margin, const float *y, float *slope) {
-  const float jumped = 1e-7f;
   EACH {
     float d = (y[i] + 0.375f) - margin, root = __builtin_sqrtf((d < margin ? margin : d) * 0.666666667f);
     int32_t is_left = y[i] < 0.0f ? bits_of(y[i]) & 1 : 0;
-    float falling = y[i] > -jumped ? 0.0f : -root, middle = is_left ? falling : root;
+    float sided = is_left ? -root : root, middle = bits_of(y[i]) == SIGN ? 0.0f : sided;
     slope[i] = y[i] >= 3.0f ? 1.0f : middle;
   }
 }
@@ -920,8 +921,9 @@ static void drop_marked_step(const pass *p, int64_t at, int n, const channels *c
   uint8_t copy[BLOCK];
   const float *from = block_of(p->in[0], at, n, 4, x);
   const uint8_t *keep = block_of(p->in[1], at, n, 1, copy);
-  EACH y[i] = from[i] * factor + 0.0f; /* -0 becomes +0 */
-  if (m->ambiguous != NEVER) {
+  EACH y[i] = from[i] * factor;
+  if (m->ambiguous == NEVER) EACH y[i] += 0.0f; /* -0 becomes +0 */
+  else {
     const int32_t negative = m->ambiguous != POSITIVE ? -1 : 0, positive = m->ambiguous != NEGATIVE ? -1 : 0;
     EACH {
       int32_t bits = bits_of(from[i]), concerned = bits < 0 ? negative : positive;
@@ -941,8 +943,8 @@ static void drop_marked_gradient_step(const pass *p, int64_t at, int n, const ch
   float x[BLOCK], dy[BLOCK], y[BLOCK], slope[BLOCK];
   if (p->in[1] != p->out[0]) fetch(p->out[0], at, 4);
   const float *stored = block_of(p->in[1], at, n, 4, x), *of_y = block_of(p->in[0], at, n, 4, dy);
-  EACH { /* a mark that has underflowed is next to the subnormal numbers, which a processor may be told to flush */
-    float product = stored[i] * rest, value = __builtin_fabsf(stored[i]) < 0x1p-120f ? stored[i] : product;
+  EACH {
+    float value = stored[i] * rest;
     int32_t bits = (bits_of(value) & ~1) | (bits_of(stored[i]) & 1);
     y[i] = p->keeps_bit ? float_of(bits) : value;
   }

@@ -53,7 +53,7 @@ class _Table(ctypes.Structure):
     _fields_ = (
         *((name, c_int32) for name in ("ambiguous", "bend")),
         *((name, c_float) for name in ("sign", "origin_high", "origin_low", "nearest", "farthest")),
-        *((name, c_float) for name in ("low", "high", "half", "zero", "scale", "first", "last", "underflow")),
+        *((name, c_float) for name in ("low", "high", "half", "zero", "scale", "first", "last", "at_zero")),
         ("flats", c_int32),
         ("flat", c_void_p),
         ("cubics", c_void_p),
@@ -151,7 +151,7 @@ def _of(table: DerivativeTable) -> _Table:
         *table.origin,
         *(table.nearest, table.farthest),
         *(scale.low, scale.high, scale.half, scale.zero, scale.scale),
-        *(table.first, table.last, table.underflow),
+        *(table.first, table.last, table.at_zero),
         *(len(table.flats), table.flats.data_ptr(), table.cubics.data_ptr()),
     )
 

@@ -32,7 +32,7 @@ from ...activations import Activation
 from ...derivative import branch_bit
 from ...derivative.analysis import MonotoneDerivative, analyse
 from ...derivative.features import Fold
-from ...derivative.folded import SMALLEST, TAIL_FRACTION, FoldedDerivative, FoldedInverse, Polynomials
+from ...derivative.folded import TAIL_FRACTION, FoldedDerivative, FoldedInverse, Polynomials
 from ...derivative.kinks import round_numbers
 from ...derivative.piecewise import TINY, Flat, Segments
 from ...derivative.polynomial import PRECISIONS
@@ -90,14 +90,14 @@ class DerivativeTable:
         self.fold: Fold | None = None
         self.origin = (0.0, 0.0)
         self.nearest = self.farthest = 0.0
-        #: The derivative at a marked output that has underflowed, which may be that of a flat part.
-        self.underflow = 0.0
+        #: The derivative at a marked zero, which may be that of a flat part.
+        self.at_zero = 0.0
         if isinstance(fitted, FoldedDerivative):
             self.fold = fitted.fold
             self.origin = fitted.origin_parts
             self.nearest = fitted.margin
             self.farthest = max(scale.low * scale.low, scale.high * scale.high)
-            self.underflow = float(_expected(fitted, _underflown(fitted.fold)))
+            self.at_zero = float(_expected(fitted, torch.tensor(-0.0)))
         self.scale = scale
         # As float32, so that what is tried is what is computed.
         ends = scale.bend(torch.tensor([scale.low, scale.high], dtype=torch.float64))
@@ -281,17 +281,6 @@ def _at_kinks(fitted: MonotoneDerivative, segments: Segments) -> Iterator[Flat]:
         yield Flat(y, y, slope, False)
 
 
-def _underflown(fold: Fold) -> Tensor:
-    smallest = torch.tensor(branch_bit.smallest_marked(torch.float32), dtype=torch.float32)
-    return smallest if fold.ambiguous == "positive" else -smallest
-
-
-def _is_underflow(flat: Flat, segments: Segments) -> bool:
-    """Whether the flat piece holds marked outputs that have underflowed, and no others."""
-    ends = (-flat.high, -flat.low) if segments.is_falling else (flat.low, flat.high)
-    return flat.marked and min(map(abs, ends)) <= branch_bit.smallest_marked(torch.float32)
-
-
 @dataclass(frozen=True)
 class Jump:
     """Where the derivative jumps, or has a corner, in the table's coordinate.
@@ -307,7 +296,7 @@ class Jump:
 def _jumps(fitted: FoldedDerivative | MonotoneDerivative, segments: Segments, steepest: float) -> list[Jump]:
     """Those ends of segments and flats where a line across would err by more than a table may."""
     places = {(segment.start, segment.marked) for segment in segments.segments}
-    flats = [flat for flat in segments.flats if not _is_underflow(flat, segments)]
+    flats = [flat for flat in segments.flats if not (flat.marked and flat.low == flat.high == 0)]
     places |= {(end, flat.marked) for flat in flats for end in (flat.low, flat.high)}
     jumps: dict[float, Jump] = {}
     for y, marked in sorted(places):
@@ -411,7 +400,7 @@ class FoldTable:
         assert isinstance(polynomials, Polynomials) and fitted.fold.ambiguous == "negative"
         nearest, tail = fitted.margin, polynomials.minimum * TAIL_FRACTION
         # The factor of the tail: all of it is then below half the smallest distance. It is 2^-24 or 2^-25, because the
-        # distance is a unit in the last place of the minimum, and so no output above SMALLEST underflows.
+        # distance is a unit in the last place of the minimum.
         down = 2.0 ** (math.frexp(nearest)[1] - 2 - math.frexp(tail)[1])
         #: Numbers of ``loops.c``'s structure.
         self.numbers = (*fitted.origin_parts, nearest, tail, down)
@@ -423,7 +412,6 @@ class FoldTable:
         in_tail = falling & (size < nearest / 2)
         distance = torch.where(in_tail, 1.0, size.clamp_min(nearest))
         y = torch.where(in_tail, -size / down, fitted.fold.extremum + distance)
-        y = torch.where(in_tail, y.clamp(max=-SMALLEST), y)
         distance = torch.where(in_tail, y - fitted.fold.extremum, distance)
         values = polynomials(distance, y, falling)
         # The last finite interval stands for infinity too. Numbers that are none stay that, whatever is found.

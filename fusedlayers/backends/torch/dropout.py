@@ -3,7 +3,8 @@
 Alone: the mask, eight elements a byte, in the order of memory.
 
 Behind an activation: of its output f(z), ``f(z) / (1 - p)`` is stored, with the branch of a folded f in its last bit,
-and -0 where it was dropped; a zero of f is stored as +0. Dropped infinities and NaN are NaN, as in ``F.dropout``.
+and -0 where it was dropped. A zero of f is stored as +0, or as -0 on the marked branch, where f' is 0 as if it had been
+dropped. Dropped infinities and NaN are NaN, as in ``F.dropout``.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
     def store(part: Tensor, kept: Tensor, result: Tensor) -> None:
         lost = dropped(part)
         result.copy_(scaled(activation, upcast(part), part.dtype, 1 - p))
-        result.copy_(torch.where(kept, plain_zeros(result), lost))
+        result.copy_(torch.where(kept, result, lost))
 
     for_each(store, y, keep, out)
     return out
@@ -87,7 +88,7 @@ def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor |
     """What is stored of outputs y of ``dtype`` that are not dropped, where ``rest`` are kept, in float32 or wider."""
     fold, found = activation.fold, y * (1 / rest)
     if fold is None:
-        return found
+        return found + 0.0
     marked = branch_bit.decode(y, dtype, fold.ambiguous)
     return branch_bit.encode(found, marked, dtype, fold.ambiguous, bounded=fold.bounded)
 
@@ -97,13 +98,8 @@ def dropped(y: Tensor) -> Tensor:
     return (y - y).neg_()
 
 
-def plain_zeros(y: Tensor) -> Tensor:
-    """y, in place, with +0 for -0."""
-    return y.add_(0.0)
-
-
 def is_kept(y: Tensor) -> Tensor:
-    """Where stored y was not dropped."""
+    """Where stored y was not dropped, and is no marked zero."""
     return (y != 0) | ~y.signbit()
 
 

@@ -59,7 +59,7 @@ def drop_marked_kernel(y_ptr, keep_ptr, out_ptr, count, rest, SCALE: tl.constexp
     inside = place < count
     y = tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
     keep = tl.load(keep_ptr + place, mask=inside, other=0).to(tl.int32)
-    kept = SCALE(y, rest, y_ptr, 0, 1) + 0.0
+    kept = SCALE(y, rest, y_ptr, 0, 1)
     dropped = (y - y) * -1.0  # -0, or NaN; Triton 3.6 computes the negative of 0 as 0 - 0
     out = tl.where(keep != 0, kept, dropped)
     tl.store(out_ptr + place, out.to(out_ptr.dtype.element_ty), mask=inside)
