@@ -365,10 +365,12 @@ static inline float or_zero(int32_t found, float y, int32_t bit) {
   return float_of(__builtin_fabsf(y) < 0x1p-126f ? zero : found);
 }
 
+/* By masks, because compilers do not vectorise choices between numbers of two kinds. */
 static inline float marked(float z, float y, float position) {
-  int32_t bit = z < position, concerned = y <= 0.0f ? 1 : bit;
-  float encoded = or_zero((bits_of(y) & -2) | SIGN | bit, y, bit);
-  return concerned ? encoded : y;
+  int32_t left = -(z < position), bits = bits_of(y);
+  int32_t vanishes = -((y > -0x1p-126f) & (y <= float_of(left & INFINITE)));
+  int32_t found = (bits & ~(int32_t)((uint32_t)bits >> 31)) | (left & (SIGN | 1));
+  return float_of((found & ~vanishes) | (left & vanishes & SIGN));
 }
 
 #define OUTPUT_OF(NAME) \
