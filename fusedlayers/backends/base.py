@@ -11,6 +11,7 @@ from torch import Tensor
 from ..activations import Activation, InverseError
 from .norms import GroupNorm, Kept, RowNorm, RowNormResult
 from .operations import BatchNorm
+from .rms_norm import RmsNormOptions
 
 
 class GradientRequest(NamedTuple):
@@ -244,6 +245,23 @@ class Backend(Protocol):
     def row_norm_slow_because(self, dtype: torch.dtype, *, may_build: bool = True) -> str | None:
         """Why ``row_norm_gradient`` takes several times PyTorch's time, or None where it does not; ``may_build`` as
         above."""
+        ...
+
+    def rms_norm(self, options: RmsNormOptions, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of contiguous x, and by how much each row was multiplied: (rows, 1), in float32 or wider."""
+        ...
+
+    def rms_norm_gradient(
+        self,
+        options: RmsNormOptions,
+        dy: Tensor,
+        x: Tensor,
+        w: Tensor | None,
+        inverse_std: Tensor,
+        *,
+        needs_x: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and of w, the latter in any floating dtype; dy and x are contiguous."""
         ...
 
     def inexact_columns(self, gain: Tensor, b: Tensor | None, ratio: float, least: float, most: float) -> Tensor | None:

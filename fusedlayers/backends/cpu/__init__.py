@@ -8,6 +8,8 @@ from ..torch import (
     ADDS_BIAS,
     CHUNK_BYTES,
     computes,
+    rms_norm,
+    rms_norm_gradient,
 )
 from . import build
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
@@ -40,6 +42,8 @@ __all__ = [
     "input_passes",
     "inverse",
     "norm_passes",
+    "rms_norm",
+    "rms_norm_gradient",
     "row_norm",
     "row_norm_gradient",
     "row_norm_slow_because",

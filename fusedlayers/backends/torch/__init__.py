@@ -36,6 +36,7 @@ from .elementwise import bias_act, derivative, gradient, sum_of
 from .gated import gate, gate_gradient
 from .group_norm import centred, group_norm_gradient
 from .inverse import inverse
+from .rms_norm import rms_norm, rms_norm_gradient
 from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
@@ -71,6 +72,8 @@ __all__ = [
     "norm_output_gradient",
     "norm_passes",
     "packed",
+    "rms_norm",
+    "rms_norm_gradient",
     "row_norm",
     "row_norm_gradient",
     "row_norm_slow_because",

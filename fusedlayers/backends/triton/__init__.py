@@ -11,6 +11,7 @@ from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gradient, inverse
 from .gates import gate, gate_gradient
 from .group_norm import group_norm_gradient
+from .rms_norm import rms_norm, rms_norm_gradient
 from .row_norm import row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
@@ -31,6 +32,8 @@ __all__ = [
     "inverse",
     "missing_because",
     "norm_passes",
+    "rms_norm",
+    "rms_norm_gradient",
     "row_norm",
     "row_norm_gradient",
     "row_norm_slow_because",
