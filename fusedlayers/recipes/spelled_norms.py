@@ -190,7 +190,7 @@ def _recognise(variables: FreeVariables, dtype: torch.dtype) -> RmsNormOptions |
             for x, y in zip(inputs, expected, strict=True)
         ):
             return None
-        # Along y gradients are 0, unless the statistics are constants to autograd; without a weight nothing else is left.
+        # Without a weight the gradient of y^2 is 0 but for roundings; the noise makes it one of other sizes.
         dys = [y.detach() + torch.randn(y.shape, generator=generator).to(dtype) for y in expected]
         gradients = torch.autograd.grad(expected, sources, dys)
     except Exception:  # whatever code does with what it is not made for
