@@ -1,9 +1,9 @@
 """Modules that spell an RMS norm out in plain operations, as the models of transformers do, run as one node.
 
 Idea: the forward pass of such a module is followed once, on small examples: it may call nothing but arithmetic, change
-nothing that it reads, and must compute a norm, and the gradients of one. ``free_variables.py`` says what its code
-reads. At each call all of that is compared, by identity, with what it was: a module that reads something else by then,
-or whose class was given another forward pass, is looked at again.
+nothing that it reads, and must compute a norm. Its gradients are then a norm's. ``free_variables.py`` says what its
+code reads. At each call all of that is compared, by identity, with what it was: a module that reads something else by
+then, or whose class was given another forward pass, is looked at again.
 
 Cost: 6 us for a call of a module that was seen before, and 4 ms for a norm that was not. Limits: norms over the last
 dimension, with one weight at most; what the module returns has the dtype of its input. A module that reads a closure
@@ -176,8 +176,7 @@ def _recognise(variables: FreeVariables, dtype: torch.dtype) -> RmsNormOptions |
     widths = [weights[0].numel()] * 3 if weights else [64, 40, 72]
     shapes = {1.0: (2, 3, widths[0]), 1e-3: (6, widths[1]), 30.0: (1, 2, 3, widths[2])}
     made = [scale * torch.randn(shape, generator=generator) for scale, shape in shapes.items()]
-    inputs = [x.to(dtype).requires_grad_() for x in made]
-    sources = [*inputs, *(w.requires_grad_() for w in weights)]
+    inputs = [x.to(dtype) for x in made]
     module = variables.rebind(weights)
     try:
         before, followed = find_variables(module).key, _Followed()
@@ -190,17 +189,12 @@ def _recognise(variables: FreeVariables, dtype: torch.dtype) -> RmsNormOptions |
             for x, y in zip(inputs, expected, strict=True)
         ):
             return None
-        # Without a weight the gradient of y^2 is 0 but for roundings; the noise makes it one of other sizes.
-        dys = [y.detach() + torch.randn(y.shape, generator=generator).to(dtype) for y in expected]
-        gradients = torch.autograd.grad(expected, sources, dys)
     except Exception:  # whatever code does with what it is not made for
         return None
     for options in _candidates(module):
         found = [options(x, next(iter(weights), None)) for x in inputs]
         if all(_agree(*pair) for pair in zip(found, expected, strict=True)):
-            ours = torch.autograd.grad(found, sources, dys)
-            is_same = all(_are_alike(*pair) for pair in zip(ours, gradients, strict=True))
-            return options if is_same else None
+            return options
     return None
 
 
@@ -215,7 +209,7 @@ _ARITHMETIC = frozenset(
 
 
 class _Followed(TorchFunctionMode):
-    """Sees what code calls of PyTorch."""
+    """Sees what code calls of PyTorch. A Function of its own calls something with gradients switched off."""
 
     is_arithmetic = True
 
@@ -238,8 +232,3 @@ def _agree(found: Tensor, expected: Tensor) -> bool:
     is_near = bool((difference <= 4 * unit * expected.double().abs()).all())
     # In 16 bits another order of roundings shows in every third number.
     return is_near and (found.dtype.itemsize > 2 or float((difference > 0).double().mean()) < 0.02)
-
-
-def _are_alike(found: Tensor, expected: Tensor) -> bool:
-    """Gradients: whether they differ by roundings alone."""
-    return bool((found - expected).double().norm() <= 0.02 * expected.double().norm())
