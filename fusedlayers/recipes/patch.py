@@ -27,8 +27,9 @@ from .leaves import activated, is_activation, may_be_activation, may_save_output
 from .norm_facts import is_norm, note_facts
 from .region import Region
 from .save_once import can_enter, current_region, enter_region, leave_region
+from .spelled_norms import is_candidate, spelled_norm
 
-Role = Literal["norm", "activation", "unknown", "gate", ""]
+Role = Literal["norm", "spelled norm", "activation", "perhaps activation", "gate", ""]
 
 
 class Patch:
@@ -123,11 +124,16 @@ class Patch:
         if role == "gate":
             with Gates():
                 return forward(*args, **kwargs)
-        y = self._activated(module, args[0]) if may_save_output(region, args, kwargs) else None
+        y = None
+        if role == "spelled norm":
+            norm = spelled_norm(module, args[0]) if len(args) == 1 and not kwargs else None
+            y = None if norm is None else norm(args[0])
+        elif may_save_output(region, args, kwargs):
+            y = self._activated(module, args[0])
         return forward(*args, **kwargs) if y is None else y
 
     def _activated(self, module: nn.Module, x: Tensor) -> Tensor | None:
-        if self._role == "unknown":
+        if self._role == "perhaps activation":
             self._role = "activation" if is_activation(module, x) else ""
         found = activated(module, x) if self._role == "activation" else None
         if found is None:
@@ -154,7 +160,9 @@ def _role_of(module: nn.Module) -> Role:
         return "norm"
     if is_gated(module):
         return "gate"
-    return "unknown" if may_be_activation(module) else ""
+    if may_be_activation(module):
+        return "perhaps activation"
+    return "spelled norm" if is_candidate(module) and any(True for _ in module.parameters()) else ""
 
 
 def patch_of(module: nn.Module) -> Patch | None:

@@ -66,7 +66,7 @@ def spelled_norm(module: nn.Module, x: Tensor) -> SpelledNorm | None:
     float32 what a norm calls, and returns that."""
     if torch.compiler.is_compiling() or not isinstance(x, Tensor) or followed_by() or unusual_because(x) is not None:
         return None
-    if x.dim() == 0 or x.stride(-1) != 1 or sizes.is_small(x):
+    if x.dim() == 0 or x.stride(-1) != 1 or x.nbytes < sizes.SPELLED_NORM_BYTES:
         return None
     if x.dtype is not torch.float32 and autocast_is_active() and is_autocast(x.device.type):
         return None
