@@ -20,7 +20,7 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._torch import autocast_is_active, torchscript_state
+from .._torch import torchscript_state
 from ..checkpoint.recompute import recomputed
 from .gates import Gates, current_gates, is_gated
 from .leaves import activated, is_activation, may_be_activation, may_save_output
@@ -102,12 +102,9 @@ class Patch:
             return forward(*args, **kwargs)
         region = current_region()
         if region is not None:
-            if autocast_is_active() and not region.knows_parameters:
-                region.begin(module)
             return self._by_role(region, module, forward, args, kwargs)
-        # Copies of weights are autocast's alone, and to look at every parameter takes time.
         region = enter_region()
-        region.begin(module if autocast_is_active() else None)
+        region.begin(module)
         try:
             return self._by_role(region, module, forward, args, kwargs)
         finally:
