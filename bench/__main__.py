@@ -17,7 +17,7 @@ COMMANDS = {
     "custom": ("custom", "activations with trainable parameters, in ResNet-18: bytes, time"),
     "models": ("models", "whole models, eager and after fuse: bytes, time"),
     "contexts": ("contexts", "what fuse frees of whole models under autocast, under hooks, and compiled: bytes"),
-    "recipes": ("recipe_models", "whole models within save_once: bytes by three counts, peaks, times"),
+    "saved": ("saved", "whole models before and after fuse: bytes by three counts, peaks"),
     "fit": ("fit", "whole models within budgets: fit, checkpoints of blocks, torch.compile's budget"),
     "peers": ("peers", "three blocks, by others who save memory and by this library"),
     "containers": ("containers", "ResNet-152 and reversible networks that run partly twice: memory against speed"),

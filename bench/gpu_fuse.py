@@ -17,7 +17,7 @@ from fusedlayers.memory import peak_bytes, saved_bytes
 
 from . import gpu_items, measure
 from .gpu_items import Case, Findings, Wrong
-from .recipe_models import Diffusion
+from .saved import Diffusion
 
 SECONDS_OF_A_MODEL = 8.0
 
