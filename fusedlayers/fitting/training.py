@@ -1,57 +1,66 @@
-"""A training step that is run again and again: what it takes, how long, and its gradients."""
+"""A training step that is run again and again: its bytes, its times and its gradients.
+
+In a distributed job all processes follow the first one, because their times differ. A budget is compared with the most
+that one of them takes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
 
-import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..memory import count_saved, device_of, peak_bytes
 from ..profiling.step import Step
 from ..profiling.timing import step_times
+from ..utils.formatting import first_line
 from ..utils.module_state import isolated_gradients
 from ..utils.storages import trained_in
 
 #: What a budget counts: bytes that are saved for the backward pass, or the most that is allocated in a step.
 Of = Literal["saved", "peak"]
-#: How far gradients may differ, of their norm. No test of accuracy: a stack of layers carries a difference in the last
-#: bit far, and other random numbers are of another order.
-SAME, SAME_16_BITS = 1e-2, 1e-1
+T = TypeVar("T")
+COUNTED = {"saved": "saved for backward", "peak": "allocated at the peak"}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Bytes that count for the budget, and milliseconds of a step."""
+
+    bytes: int
+    time_ms: float
 
 
 class Training:
-    """Every run starts with the same random numbers, and leaves gradients as they were.
-
-    Attributes:
-        refused_hooks: whether saved bytes were counted by the graph alone.
-    """
+    """Every run starts with the same random numbers, and leaves gradients as they were."""
 
     def __init__(self, step: Step, of: Of, reset_random: Callable[[], None]) -> None:
         self.step, self.of, self.reset_random = step, of, reset_random
-        self.refused_hooks = False
         self._leaves = trained_in((step.model, step.args, step.kwargs))
 
     def bytes(self) -> int:
-        """What the budget counts."""
+        """The bytes that the budget counts."""
         if self.of == "saved":
             return self.saved()
         self.reset_random()
-        return step_peak(self.step, self._leaves)
+        with isolated_gradients(self._leaves, zeros=True):
+            return peak_bytes(self.step.run, device=device_of((self.step.model, self.step.args, self.step.kwargs)))
 
     def saved(self) -> int:
+        """The bytes that are saved for the backward pass."""
         self.reset_random()
         buffers = self.step.model.buffers() if isinstance(self.step.model, nn.Module) else ()
-        count = count_saved(self.step.forward, exclude=[*buffers, self.step.args, self.step.kwargs])
-        self.refused_hooks |= count.refused_hooks
-        return count.bytes
+        return count_saved(self.step.forward, exclude=[*buffers, self.step.args, self.step.kwargs]).bytes
 
     def times_ms(self, variants: Sequence[Callable[[], None]]) -> list[float]:
         """Of a step, for each of the functions that make the model another one."""
         return step_times(self.step, variants, self.reset_random)
 
     def gradients(self) -> list[Tensor | None]:
+        """Of all parameters, and of inputs that need one."""
         self.reset_random()
         with isolated_gradients(self._leaves):
             for leaf in self._leaves:
@@ -60,20 +69,26 @@ class Training:
             return [leaf.grad for leaf in self._leaves]
 
 
-def step_peak(step: Step, leaves: Sequence[Tensor]) -> int:
-    """The most that a forward and a backward pass have allocated. The gradients of these leaves are there before."""
-    with isolated_gradients(leaves, zeros=True):
-        return peak_bytes(step.run, device=device_of((step.model, step.args, step.kwargs)))
+def everyone(value: T) -> list[T]:
+    """The values of all processes, on all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
-def are_alike(ours: Sequence[Tensor | None], theirs: Sequence[Tensor | None]) -> bool:
-    """Whether gradients are the same but for rounding."""
-    if [grad is None for grad in ours] != [grad is None for grad in theirs]:
-        return False
-    pairs = [(a.detach(), b.detach()) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
-    if not pairs:
-        return True
-    norms = torch.stack([b.float().norm().cpu() for _, b in pairs])
-    errors = torch.stack([(a - b).float().norm().cpu() for a, b in pairs])
-    allowed = SAME_16_BITS if any(b.itemsize < 4 for _, b in pairs) else SAME
-    return bool(errors.norm() <= allowed * norms.norm()) or not bool(norms.isfinite().all())
+def together(work: Callable[[], T]) -> list[T]:
+    """The results of ``work`` in all processes. An error of one is raised in all, so that none waits for it."""
+    result, problem = None, None
+    try:
+        result = work()
+    except Exception as error:
+        problem = error
+    found = everyone((result, problem and f"{type(problem).__name__}: {first_line(problem)}"))
+    if problem is not None:
+        raise problem
+    for _, reason in found:
+        if reason is not None:
+            raise ValueError(f"fit: another process has raised {reason}")
+    return [result for result, _ in found]  # type: ignore[misc]  # nobody has raised

@@ -60,12 +60,12 @@ def medians(times: Sequence[Sequence[float]]) -> list[float]:
 def step_time(step: Step, leaves: Sequence[Tensor]) -> float:
     """The milliseconds of forward and backward. The gradients of these leaves stay as they are."""
     with isolated_gradients(leaves):
-        start = _now()
+        start = now()
         step.run()
-        return 1e3 * (_now() - start)
+        return 1e3 * (now() - start)
 
 
-def _now() -> float:
+def now() -> float:
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
