@@ -167,6 +167,24 @@ def test_graphs_that_break() -> None:
         fl.fit_compiled(model, x, memory_budget_bytes=16)
 
 
+def test_parts_are_found_in_few_tries() -> None:
+    """Bytes that grow in proportion, in steps, and not at all."""
+    for bytes_of, budget, most in (
+        (lambda part: 1000 * part, 700, 1),
+        (lambda part: 100 * (1 + int(9 * part)), 550, 5),
+        (lambda part: 100, 50, 6),
+    ):
+        tried: dict[float, float] = {}
+
+        def bytes_with(part: float, bytes_of: Any = bytes_of, tried: Any = tried) -> Any:
+            return tried.setdefault(part, bytes_of(part))
+
+        subject._try_parts(budget, bytes_with)
+        assert len(tried) <= 1 + most
+        found = [size for size in tried.values() if size <= budget]
+        assert (max(found) >= 0.9 * budget) if found else 0.0 in tried
+
+
 def test_the_report() -> None:
     model, x = _model()
     report = fl.fit_compiled(model, x, fraction=0.5)

@@ -86,15 +86,12 @@ def measured(blocks: Blocks, training: Training, least: int, recompute_all: Call
     calls_ms: dict[int, list[float]] = defaultdict(list)
     began: list[float] = []
 
-    def enter(*_: object) -> None:
-        began.append(now())
-
     def leave(block: Block, *_: object) -> None:
         calls_ms[block.kind].append(1e3 * (now() - began.pop()))
 
     with ExitStack() as stack:
         for block in blocks:
-            stack.callback(block.module.register_forward_pre_hook(enter).remove)
+            stack.callback(block.module.register_forward_pre_hook(lambda *_: began.append(now())).remove)
             stack.callback(block.module.register_forward_hook(partial(leave, block)).remove)
         (least_ms,) = together(lambda: training.times_ms([recompute_all]))[0]
     saved: dict[int | None, int] = {}
