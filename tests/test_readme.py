@@ -17,9 +17,8 @@ from bench import overview
 from bench.tables import committed, steps_of_planning
 from fusedlayers import sizes
 from fusedlayers.activations import table
-from fusedlayers.fitting import costs
-from fusedlayers.fusion import timing
 from fusedlayers.memory import peak_bytes
+from fusedlayers.profiling import timing
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -41,9 +40,7 @@ def test_code_blocks_run_in_order(document, capsys, monkeypatch):
     # Code, and what it prints where that is shown below it.
     blocks = re.findall(r"^```python\n(.*?)^```(?:\n+```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE)
     assert sum(bool(output) for _, output in blocks) == text.count("```text\n")
-    monkeypatch.setattr(costs, "ROUNDS", 1)  # what is measured is not looked at
-    monkeypatch.setattr(costs, "TIME_MS", 0.0)
-    monkeypatch.setattr(timing, "ROUNDS", 1)
+    monkeypatch.setattr(timing, "ROUNDS", 1)  # what is measured is not looked at
     monkeypatch.setattr(table, "_rows", dict(table._rows))  # what a document registers is for itself
     monkeypatch.setattr(table, "stand_ins", {target: list(rows) for target, rows in table.stand_ins.items()})
     namespace: dict[str, object] = {}

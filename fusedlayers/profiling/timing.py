@@ -1,4 +1,4 @@
-"""How long a training step takes with some of the places fused, for ``fuse(..., dry_run=True)``."""
+"""How long a training step takes, for variants of a model that take turns."""
 
 from __future__ import annotations
 
