@@ -1,4 +1,4 @@
-"""Train a BERT of transformers with its ``Trainer``, which fuses it on the first batch.
+"""Train a BERT of transformers with its ``Trainer``, which knows nothing of ``fl.fuse``.
 
     python examples/finetune_bert.py [--steps 150]
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
-from fusedlayers.integrations.transformers import FuseCallback
+import fusedlayers as fl
 
 WORDS, LENGTH = 16, 31
 #: The first word of each sentence, and the two that are counted.
@@ -46,22 +46,18 @@ def main() -> None:
     model = BertForSequenceClassification(BertConfig(vocab_size=WORDS, **sizes))
     training, held_out = sentences(4096, seed=1), sentences(512, seed=2)
 
-    fusing = FuseCallback()
+    fl.fuse(model)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder, max_steps=steps, per_device_train_batch_size=32, per_device_eval_batch_size=256, learning_rate=1e-3,
             use_cpu=True, report_to=[], save_strategy="no", logging_strategy="no", disable_tqdm=True,
             dataloader_pin_memory=False,
         )  # fmt: skip
-        trainer = Trainer(
-            model, arguments, train_dataset=training, eval_dataset=held_out, compute_metrics=accuracy,
-            callbacks=[fusing],
-        )  # fmt: skip
+        trainer = Trainer(model, arguments, train_dataset=training, eval_dataset=held_out, compute_metrics=accuracy)
         before = trainer.evaluate()["eval_accuracy"]
         trainer.train()
         after = trainer.evaluate()["eval_accuracy"]
-    print(fusing.report)
-    print(f"\naccuracy: {before:.1%} before, {after:.1%} after {steps} steps")
+    print(f"accuracy: {before:.1%} before, {after:.1%} after {steps} steps")
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
     python examples/trainers.py [--epochs 3]
 
-A perceptron with GELU and dropout learns scikit-learn's handwritten digits: by hand, by accelerate (fuse first, then
-``prepare``), and, where it is installed, by Lightning, whose callback fuses on the first batch. Each starts from the
-same seed. (For transformers' ``Trainer`` see ``finetune_bert.py``.)
+A perceptron with GELU and dropout learns scikit-learn's handwritten digits: by hand, by accelerate, and,
+where it is installed, by Lightning. Each starts from the same seed. (For transformers' ``Trainer`` see
+``finetune_bert.py``.)
 """
 
 import argparse
@@ -49,7 +49,7 @@ def by_accelerate(epochs: int) -> nn.Module:
     from accelerate import Accelerator
 
     model = network()
-    print(fl.fuse(model, INPUTS[:128]), end="\n\n")  # before prepare, which may wrap or shard it
+    fl.fuse(model)  # before or after prepare, which may wrap or shard it
     accelerator = Accelerator()
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     prepared, optimizer, data = accelerator.prepare(model, optimizer, batches())
@@ -63,8 +63,6 @@ def by_accelerate(epochs: int) -> nn.Module:
 
 def by_lightning(epochs: int) -> nn.Module:
     from lightning.pytorch import LightningModule, Trainer
-
-    from fusedlayers.integrations.lightning import FuseCallback
 
     class Digits(LightningModule):
         def __init__(self) -> None:
@@ -82,8 +80,9 @@ def by_lightning(epochs: int) -> nn.Module:
             return torch.optim.Adam(self.parameters(), lr=2e-3)
 
     module = Digits()
+    fl.fuse(module)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    Trainer(max_epochs=epochs, callbacks=[FuseCallback()], **quiet).fit(module, batches())
+    Trainer(max_epochs=epochs, **quiet).fit(module, batches())
     return module.network.cpu()
 
 

@@ -1,4 +1,4 @@
-"""Models of the transformers package with random weights, and what ``fuse`` is to find in each.
+"""Models of the transformers package with random weights.
 
 Without that package, as on machines that measure on GPUs, there are none, and what imports this is skipped.
 """
@@ -34,17 +34,11 @@ _IMAGES: dict[str, Any] = {"image_size": 32, "patch_size": 8}
 
 @dataclass(frozen=True)
 class Case:
-    """A model without dropout, what it is called with, and the places that ``fuse`` finds by pattern.
-
-    ``without``: the number of places that are found without example inputs, but for dropouts: versions of transformers
-    differ in these.
-    """
+    """A model without dropout, and what it is called with."""
 
     name: str
     make: Callable[[], nn.Module]
     inputs: Callable[[], dict[str, Any]]
-    patterns: dict[str, int]
-    without: int
 
     def __str__(self) -> str:
         return self.name
@@ -110,62 +104,29 @@ def _efficientnet() -> nn.Module:
     return model
 
 
-#: Of two blocks of LLaMA's kind.
-_GATED = {"rms_norm": 5, "gate": 2, "product": 2}
-#: Of two blocks of BERT's or ViT's kind.
-_DENSE = {"layer_norm": 5, "gelu": 2}
-
 CASES = [
-    Case("bert", lambda: hf.BertModel(hf.BertConfig(**_SIZES, **_NO_DROPOUT)), tokens, _DENSE, 8),
-    Case(
-        "roberta",
-        lambda: hf.RobertaModel(hf.RobertaConfig(**_SIZES, **_NO_DROPOUT)),
-        tokens,
-        {"layer_norm": 5, "gelu": 2},
-        8,
-    ),
-    Case("gpt-2", _gpt2, with_labels, {"layer_norm": 5, "gelu_tanh": 2}, 7),
-    Case("vit", lambda: hf.ViTModel(hf.ViTConfig(**_VISION, **_IMAGES)), images, _DENSE, 8),
-    Case("dinov2", _dinov2, images, _DENSE, 7),
-    Case("dinov2-swiglu", lambda: _dinov2(use_swiglu_ffn=True), images, {"layer_norm": 5, "gate": 2, "product": 2}, 7),
-    Case(
-        "whisper-encoder",
-        _whisper,
-        lambda: {"input_features": torch.randn(2, 16, 2 * TOKENS)},
-        {"layer_norm": 5, "gelu": 3},
-        7,
-    ),
-    Case("t5-relu", lambda: _t5("relu"), with_labels, {"rms_norm": 12}, 16),
-    Case(
-        "t5-gated-gelu",
-        lambda: _t5("gated-gelu"),
-        with_labels,
-        {"rms_norm": 12, "gelu_tanh": 4, "product": 4},
-        16,
-    ),
-    Case("llama", lambda: _decoder("Llama"), with_labels, _GATED, 7),
-    Case("mistral", lambda: _decoder("Mistral", num_key_value_heads=2), with_labels, _GATED, 7),
-    Case(
-        "gemma",
-        lambda: _decoder("Gemma", num_key_value_heads=2, head_dim=16),
-        with_labels,
-        _GATED,
-        7,
-    ),
-    Case("phi-3", lambda: _decoder("Phi3"), with_labels, _GATED, 7),
+    Case("bert", lambda: hf.BertModel(hf.BertConfig(**_SIZES, **_NO_DROPOUT)), tokens),
+    Case("roberta", lambda: hf.RobertaModel(hf.RobertaConfig(**_SIZES, **_NO_DROPOUT)), tokens),
+    Case("gpt-2", _gpt2, with_labels),
+    Case("vit", lambda: hf.ViTModel(hf.ViTConfig(**_VISION, **_IMAGES)), images),
+    Case("dinov2", _dinov2, images),
+    Case("dinov2-swiglu", lambda: _dinov2(use_swiglu_ffn=True), images),
+    Case("whisper-encoder", _whisper, lambda: {"input_features": torch.randn(2, 16, 2 * TOKENS)}),
+    Case("t5-relu", lambda: _t5("relu"), with_labels),
+    Case("t5-gated-gelu", lambda: _t5("gated-gelu"), with_labels),
+    Case("llama", lambda: _decoder("Llama"), with_labels),
+    Case("mistral", lambda: _decoder("Mistral", num_key_value_heads=2), with_labels),
+    Case("gemma", lambda: _decoder("Gemma", num_key_value_heads=2, head_dim=16), with_labels),
+    Case("phi-3", lambda: _decoder("Phi3"), with_labels),
     Case(
         "convnext",
         lambda: hf.ConvNextModel(hf.ConvNextConfig(hidden_sizes=[16, 32], depths=[1, 1], num_stages=2)),
         images,
-        _DENSE,
-        3,
     ),
     Case(
         "resnet",
         lambda: hf.ResNetModel(hf.ResNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[2, 2])),
         images,
-        {},
-        15,
     ),
     Case(
         "regnet",
@@ -173,22 +134,14 @@ CASES = [
             hf.RegNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[1, 1], groups_width=16)
         ),
         images,
-        {"product": 2},
-        9,
     ),
     Case(
         "dac-encoder",
         lambda: DacEncoder(hf.DacConfig(encoder_hidden_size=16, downsampling_ratios=[2, 4], hidden_size=64)),
         lambda: {"hidden_state": torch.randn(2, 1, 256)},
-        {"Snake1d": 15},
-        0,
     ),
-    Case("efficientnet", _efficientnet, images, {"batch_norm": 6, "silu": 20, "gate": 2, "product": 7}, 51),
+    Case("efficientnet", _efficientnet, images),
     Case(
-        "mobilenet-v2",
-        lambda: hf.MobileNetV2Model(hf.MobileNetV2Config(depth_multiplier=0.35, image_size=32)),
-        images,
-        {},
-        87,
+        "mobilenet-v2", lambda: hf.MobileNetV2Model(hf.MobileNetV2Config(depth_multiplier=0.35, image_size=32)), images
     ),
 ]

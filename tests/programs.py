@@ -394,7 +394,7 @@ class Program:
             backward pass; "autocast".
         is_second: whether gradients are differentiated once more.
         example: "same"; "other" rows than the step has; None for a fuse without inputs.
-        save: for ``fuse``.
+        is_exact: for ``fuse``.
         x_needs_gradient: whether the input does.
         draw: which of the inputs of this program.
     """
@@ -404,7 +404,7 @@ class Program:
     outside: str = "plain"
     is_second: bool = False
     example: str | None = "same"
-    save: str = "auto"
+    is_exact: bool = False
     x_needs_gradient: bool = False
     is_image: bool = False
     is_channels_last: bool = False
@@ -418,7 +418,7 @@ class Program:
         self.outside = rng.choices(("plain", "reentrant", "checkpoint", "twice", "autocast"), (12, 1, 1, 1, 1))[0]
         self.is_second = rng.random() < 0.08 and self.outside == "plain"
         self.example = rng.choices(("same", "other", None), (8, 1, 1))[0]
-        self.save = "recompute" if self.example is not None and rng.random() < 0.08 else "auto"
+        self.is_exact = rng.random() < 0.5
         self.x_needs_gradient = rng.random() < 0.5 or self.outside == "reentrant"
         self.leading = self._shape(rng)
         self.other_leading = self._shape(rng)

@@ -136,13 +136,8 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_models": {
         "test_losses_and_gradients": 3,
-        "test_saved_bytes_of_bert": 0,
-        "test_saved_bytes_of_mistral": 1,
-        "test_saved_bytes_of_mistral_recomputed": 0,
-        "test_saved_bytes_of_vit": 0,
         "test_training_goes_the_same_way": 1,
         "test_unfuse_restores_the_model": 6,
-        "test_what_is_found": 2,
     },
     "test_norm": {
         "test_compiled": 1,

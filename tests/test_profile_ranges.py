@@ -29,14 +29,7 @@ def _bent(z: Tensor) -> Tensor:
 @functools.cache
 def _model() -> nn.Module:
     model = nn.Sequential(nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8))
-    fl.fuse(model, X)
-    return model
-
-
-@functools.cache
-def _normed_model() -> nn.Module:
-    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8), nn.LeakyReLU(0.2), nn.Conv2d(8, 2, 1))
-    fl.fuse(model, torch.randn(64, 4, 16, 16))
+    fl.fuse(model)
     return model
 
 
@@ -55,7 +48,6 @@ CALLS: dict[str, tuple[Callable[[], Tensor], str | None]] = {
     "gated_mlp_silu": (lambda: fl.gated_mlp(X, W, B, W, B, DOWN, None, "silu"), "MLP"),
     "gated_relu": (lambda: fl.gated_act(X, X * 2, "relu"), "GatedAct"),
     "batch_norm_celu": (lambda: fl.FusedBatchNormAct2d(4, "celu")(torch.cat([IMAGE] * 32)), "NormAct"),
-    "batch_norm_leaky_relu": (lambda: _normed_model()(torch.cat([IMAGE] * 32)), "NormAct"),
     "layer_norm": (lambda: fl.layer_norm(X, 32, save="output"), "_RowNorm"),
     "rms_norm": (lambda: fl.rms_norm(X, 32, save="output"), "_RowNorm"),
     "group_norm": (lambda: fl.group_norm(IMAGE, 2, save="output"), "_GroupNorm"),

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import fusedlayers as fl
 from bench import overview
@@ -113,9 +112,6 @@ def digits_are_told_apart_and_half_is_saved(out):
 
 
 def fused_bert_learns_under_the_trainer(out):
-    assert " operations fused" in out and "gelu" in out
-    before, now = map(float, re.search(r"([\d.]+) MiB before, ([\d.]+) MiB now", out).groups())
-    assert now < 0.9 * before
     before, after = map(float, re.search(r"accuracy: ([\d.]+)% before, ([\d.]+)% after", out).groups())
     assert before < 60 and after > 95
 
@@ -140,7 +136,6 @@ def an_invertible_net_learns_what_a_plain_one_learns(out):
 
 
 def trainers_learn_alike(out):
-    assert "2 operations fused" in out
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", out)]
     assert len(losses) >= 2 and max(losses) < 0.8 and max(losses) - min(losses) < 0.05
 
@@ -310,23 +305,6 @@ def test_in_other_contexts_it_frees_what_was_measured() -> None:
     assert [[*map(int, triple)] for triple in triples] == [*found.values()]
 
 
-def test_losses_that_contain_gradients_need_about_as_much_memory() -> None:
-    assert "(penalties, PINNs): its steps need about as much memory as PyTorch's." in README
-    layers = [layer for _ in range(2) for layer in (nn.Linear(256, 256), nn.GELU())]
-    model = nn.Sequential(nn.Linear(2, 256), nn.LayerNorm(256), *layers, nn.Linear(256, 1))
-    x = torch.rand(4096, 2, requires_grad=True)
-
-    def step() -> None:
-        u = model(x)
-        (slope,) = torch.autograd.grad(u.sum(), x, create_graph=True)
-        (curvature,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
-        torch.autograd.grad((curvature[:, 0] - slope[:, 1] + u[:, 0]).square().mean(), tuple(model.parameters()))
-
-    before = peak_bytes(step)
-    assert len(fl.fuse(model, x).replaced) == 2
-    assert peak_bytes(step) == pytest.approx(before, rel=0.15)
-
-
 def test_fit_takes_as_long_as_was_measured() -> None:
     steps = [
         steps_of_planning(row, entry["variants"]["fit"])
@@ -337,51 +315,6 @@ def test_fit_takes_as_long_as_was_measured() -> None:
     ]
     (said,) = re.findall(r"It takes as long as (\d+) to (\d+) steps", README)
     assert [round(min(steps)), round(max(steps))] == [*map(int, said)]
-
-
-def test_fuse_runs_the_model_as_often_as_it_says() -> None:
-    block = re.findall(r"^```python\n(.*?)^```", README, re.DOTALL | re.MULTILINE)[0]
-    calls: list[None] = []
-    setup, _, call = block.rpartition("print(")
-    namespace: dict[str, object] = {"calls": calls}
-    exec(f"{setup}\nmodel.register_forward_pre_hook(lambda *_: calls.append(None))\nprint({call}", namespace)
-    lines = re.findall(r"^ *\d+  \w+ +layers|^  \w+: .*\(layers", README, re.MULTILINE)
-    assert "a few times, and one to three times for each line" in " ".join(README.split()) and len(lines) < len(
-        calls
-    ) <= 3 * len(lines)
-
-
-class Gate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.gate, self.up = nn.Linear(1024, 1024), nn.Linear(1024, 1024)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.silu(self.gate(x)) * self.up(x)
-
-
-@pytest.mark.parametrize("name", ["batch norm", "gate", "dropout", "layer norm"])
-def test_hooks_count_more_of_what_it_says(name: str) -> None:
-    assert "hooks (batch norms, gates, and activations before a dropout save more then: a count by hooks may" in README
-    between: dict[str, nn.Module] = {
-        "batch norm": nn.Sequential(nn.BatchNorm1d(1024), nn.SiLU()),
-        "gate": Gate(),
-        "dropout": nn.Sequential(nn.SiLU(), nn.Dropout(0.2)),
-        "layer norm": nn.LayerNorm(1024),
-    }
-    model, x = nn.Sequential(nn.Linear(64, 1024), between[name], nn.Linear(1024, 64)), torch.randn(1024, 64)
-    fl.fuse(model, x)
-    held: dict[int, torch.UntypedStorage] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        if not isinstance(tensor, nn.Parameter) and not isinstance(tensor._base, nn.Parameter):
-            held[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model(x)
-    more = sum(storage.nbytes() for storage in held.values()) - x.nbytes - fl.memory_report(model, x).saved_bytes
-    assert more == 0 if name == "layer norm" else more > 1 << 20
 
 
 def test_edits_that_autograd_does_not_count_go_unnoticed() -> None:

@@ -284,29 +284,6 @@ def test_compiled_after_it_was_planned() -> None:
     assert [segment.stop for segment in net._segments_for_compiler()] == [1, 6]
 
 
-def test_fuse_inside_and_around() -> None:
-    def parts() -> list[nn.Module]:
-        torch.manual_seed(0)
-        layers = [nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.GELU()]
-        return [*layers, nn.LayerNorm(64), nn.Linear(64, 64), nn.SiLU()]
-
-    x = torch.randn(64, 64)
-    plain = nn.Sequential(nn.Sequential(*parts()))
-    expected_report = fl.fuse(plain, x)
-    for segments in (1, 3, [1, 2, 2, 3, 1]):  # also between a layer and its activation
-        net = nn.Sequential(fl.SublinearSequential(*parts(), segments=segments))
-        report = fl.fuse(net, x)
-        # What is recomputed anyway is fused too, for the backward pass.
-        assert {place.activation for place in expected_report.replaced} == {"gelu"}
-        assert {"gelu"} <= {place.activation for place in (*report.replaced, *report.idle)}
-        assert {place.pattern for place in expected_report.too_small} == {"layer_norm"}
-        for a, b in zip(outcome(net, x)[:-2], outcome(plain, x)[:-2], strict=True):
-            torch.testing.assert_close(a, b)
-        assert net[0].plan is not None
-    of_fused = fl.SublinearSequential(*plain[0], segments=3)
-    same(outcome(of_fused, x), outcome(plain, x))
-
-
 def test_layers_of_bert_with_several_inputs() -> None:
     hf = pytest.importorskip("transformers")
     from transformers.models.bert.modeling_bert import BertLayer

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..fusion.fuse import fuse
 from ..memory import peak_bytes, saved_bytes
+from ..recipes.fuse import fuse
 from .corpus import batches
 from .model import ByteTransformer
 
@@ -108,9 +108,7 @@ def trainers(settings: Settings) -> dict[str, Trainer]:
         torch.manual_seed(settings.seed)
         model = ByteTransformer(settings.width, settings.layers, settings.context, settings.activation)
     made = {name: Trainer(copy.deepcopy(model).to(settings.device), settings) for name in ("eager", "fused")}
-    fused = made["fused"]
-    with fused.autocast():
-        fuse(fused.model, torch.zeros(settings.batch, settings.context, dtype=torch.int64, device=settings.device))
+    fuse(made["fused"].model)
     return made
 
 

@@ -8,14 +8,10 @@ from dataclasses import dataclass
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from ..fusion.operations import CHECKPOINT
-from ..fusion.region import region_of
 from ..nn.base import WithActivation
+from ..recipes.patch import patch_of
 from ..utils.formatting import merged_path, pattern_of
 from ..utils.reports import Report
-
-#: What a table says in which norms are.
-NORMS = "(norms: of weights that are 0, extreme, or less than a quarter of the bias, the normalised input is saved too)"
 
 
 @dataclass(frozen=True)
@@ -37,16 +33,15 @@ class ModelExplanation(Report):
     def __str__(self) -> str:
         if not self.places:
             return (
-                f"{self.name}: nothing is fused. fusedlayers.fuse(model, inputs) fuses what keeps less, and says why "
-                "the rest is left to PyTorch. (Functions of fusedlayers that its code calls are not listed.)"
+                f"{self.name}: nothing is fused. fusedlayers.fuse(model) saves every value once. (Functions of "
+                "fusedlayers that its code calls are not listed.)"
             )
         groups: dict[tuple[tuple[str, ...], str], list[str]] = {}
         for path, text in self.places:
             groups.setdefault((pattern_of(path), text), []).append(path)
         rows = [(merged_path(paths) or "the model", text) for (_, text), paths in groups.items()]
         width = max(len(path) for path, _ in rows)
-        lines = [f"{self.name}:", *(f"  {path:<{width}}  {text}" for path, text in rows)]
-        return "\n".join([*lines, *([NORMS] if any("_norm saves the output" in text for _, text in rows) else ())])
+        return "\n".join([f"{self.name}:", *(f"  {path:<{width}}  {text}" for path, text in rows)])
 
 
 def is_model(module: nn.Module) -> bool:
@@ -56,7 +51,7 @@ def is_model(module: nn.Module) -> bool:
     has_layers = any(True for _ in module.children()) and any(
         not is_lazy(p) and p.dim() > 1 for p in module.parameters()
     )
-    return has_layers or any(region_of(inner) is not None for inner in module.modules())
+    return has_layers or any(patch_of(inner) is not None for inner in module.modules())
 
 
 def said_of(layer: WithActivation) -> str:
@@ -70,15 +65,13 @@ def explain_model(model: nn.Module) -> ModelExplanation:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
+    patched: list[str] = []
     for path, module in model.named_modules():
-        region = region_of(module)
-        if region is not None:
-            called = region.called if path in region.called else (path,)  # else the model is a part of another one now
-            for text in region.places.values() if region.keeps_outputs else ():
-                yield from ((each, text) for each in called)
-            if region.recompute == "cheap":
-                yield path, "saves its input and the results of products and attention, and recomputes the rest"
-            elif region.recompute == "all" and CHECKPOINT not in region.places:
-                yield path, "saves its input, and recomputes the rest"
+        patch = patch_of(module)
+        if patch is not None and patch.recompute:
+            yield path, "saves its input, and recomputes the rest"
+        elif patch is not None and not any(not outer or path.startswith(f"{outer}.") for outer in patched):
+            yield path, f"saves every value once{', exactly' if patch.exact else ''}"
+            patched.append(path)
         if isinstance(module, WithActivation):
             yield path, said_of(module)

@@ -16,9 +16,9 @@ from ..activations.lookup import activation_of_module
 from ..backends.operations import Pointwise
 from ..call import followed_by, plan_for
 from ..execute import POINTWISE
-from ..fusion.stand_in import _activation, _may_be_recognised, _twin, recognise
 from ..sizes import is_small
 from .region import Region
+from .spelled_activations import activation_of, is_recognised, may_be_recognised
 
 #: PyTorch's classes of folded activations.
 _FOLDED = (nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish)
@@ -27,15 +27,12 @@ _ALONE = Pointwise(-1)
 
 def may_be_activation(module: nn.Module) -> bool:
     """Whether a module may compute a folded activation: nothing is run."""
-    return type(module) in _FOLDED or (_may_be_recognised(module) and not any(True for _ in module.parameters()))
+    return type(module) in _FOLDED or (may_be_recognised(module) and not any(True for _ in module.parameters()))
 
 
 def is_activation(module: nn.Module, x: Tensor) -> bool:
     """Whether it does, of inputs like x."""
-    if type(module) in _FOLDED:
-        return True
-    found = recognise(_twin(module), x.dtype, x.shape)
-    return found is not None and found.kind == "activation"
+    return type(module) in _FOLDED or is_recognised(module, x.dtype, x.shape)
 
 
 def may_save_output(region: Region, args: Any, kwargs: Any) -> bool:
@@ -52,7 +49,7 @@ def activated(module: Any, x: Tensor) -> tuple[Tensor, Activation] | None:
     where it writes over x."""
     if getattr(module, "inplace", False):
         return None
-    record = activation_of_module(module, type(module)) if type(module) in _FOLDED else _activation(module)
+    record = activation_of_module(module, type(module)) if type(module) in _FOLDED else activation_of(module)
     if record is None:
         return None
     shapes = _ALONE, x.dim()
