@@ -212,11 +212,10 @@ def _resnet152(device: torch.device, quick: bool) -> Subject:
     widths = QUICK_WIDTHS if quick else (64, 128, 256, 512)
     depth = 18 if quick else 152
 
-    def parts(fused: bool = False) -> list[nn.Module]:
+    def parts() -> list[nn.Module]:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            made = {"make_norm_act": _fused_norm_act} if fused else {}
-            return [part.to(device).train() for part in resnet(depth, widths=widths, **made)]
+            return [part.to(device).train() for part in resnet(depth, widths=widths)]
 
     def eager() -> Variant:
         net = nn.Sequential(*parts())
@@ -226,8 +225,8 @@ def _resnet152(device: torch.device, quick: bool) -> Subject:
         net = nn.Sequential(*parts())
         return Variant(net, lambda x: checkpoint_sequential(net, segments, x, use_reentrant=False))
 
-    def ours(fused: bool = False, **options: Any) -> Variant:
-        net = fl.SublinearSequential(*parts(fused), **options)
+    def ours(**options: Any) -> Variant:
+        net = fl.SublinearSequential(*parts(), **options)
         return Variant(net, net)
 
     x = torch.randn(QUICK_IMAGES if quick else IMAGES[device.type]).to(device)
@@ -243,12 +242,7 @@ def _resnet152(device: torch.device, quick: bool) -> Subject:
         variants[f"same-memory-{segments}"] = partial(ours, memory_budget_bytes=at_once)
     variants["sublinear"] = ours
     variants["cheap"] = partial(ours, recompute="cheap", memory_budget_bytes=int(CHEAP * kept))
-    variants["fused"] = partial(ours, fused=True)
     return Subject(x, dy, variants, depth)
-
-
-def _fused_norm_act(channels: int) -> nn.Module:
-    return fl.FusedBatchNormAct2d(channels, "relu")
 
 
 # --- reversible networks ----------------------------------------------------------------------------------------------

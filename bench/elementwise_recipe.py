@@ -5,7 +5,7 @@ from typing import Any
 import torch
 import triton.language as tl
 
-from fusedlayers.activations import Activation, measure_inverse_error
+from fusedlayers.activations import Activation
 from fusedlayers.backends.triton import elementwise, gates, tiles
 from fusedlayers.backends.triton.codegen import Role, device_function
 from fusedlayers.backends.triton.tiles import Matrix
@@ -34,7 +34,7 @@ def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
     if activation.is_identity:
         return ()
     refused = ["derivative_given_output"] if activation.output_refusal(dtype) is not None else []
-    refused += ["inverse"] if measure_inverse_error(activation, dtype) is None else []
+    refused += ["inverse"] if not activation.has_inverse else []
     return tuple(kernel for kernel in KERNELS if kernel not in refused)
 
 

@@ -34,15 +34,13 @@ import torch
 
 from fusedlayers.utils import progress
 
-from . import ROOT, conv, dense, gpu_items, layers, mlp, norm, parts, pointwise
+from . import ROOT, conv, dense, gpu_items, layers, mlp, pointwise
 
 GRIDS = {
     "pointwise": pointwise,
     "dense": dense,
     "mlp": mlp,
     "conv": conv,
-    "norm": norm,
-    "parts": parts,
 }
 KERNEL_TESTS = (
     "triton",
@@ -50,8 +48,6 @@ KERNEL_TESTS = (
     "codegen",
     "mlp_triton",
     "capture",
-    "triton_norms",
-    "triton_batch_norm",
     "triton_dropout",
 )
 _GRACE_SECONDS = 5  # from the polite signal to the one that cannot be refused
@@ -81,8 +77,6 @@ HALVES = {
         Item("dense", 60),
         Item("mlp", 70),
         Item("conv", 60),
-        Item("norm", 40),
-        Item("parts", 30),
     ),
 }
 
@@ -248,7 +242,7 @@ class Check:
         yield from ("", f"## {grid}", "")
         yield f"{len(result['cases'])} cases measured, {len(result['not_run'])} not reached in time"
         yield from (f"- {line}" for line in GRIDS[grid].acceptance(result))
-        if grid in ("dense", "mlp", "conv", "norm"):
+        if grid in ("dense", "mlp", "conv"):
             yield from slower_than_eager(result)
 
 

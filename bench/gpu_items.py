@@ -340,10 +340,6 @@ def _saving() -> Iterator[Case]:
     for dtype in DTYPES:
         for name in ("alone", "behind gelu"):
             yield Case(f"dropout {name}/{_short(dtype)}", partial(_check_dropout, name, dtype))
-        for name in ("layer norm", "rms norm"):
-            yield Case(f"{name}/{_short(dtype)}", partial(_check_norm, name, dtype))
-        for name in ("channels first", "channels last"):
-            yield Case(f"batch norm, {name}/{_short(dtype)}", partial(_check_batch_norm, name, dtype))
 
 
 def _check_dropout(name: str, dtype: torch.dtype) -> Findings:
@@ -364,51 +360,6 @@ def _check_dropout(name: str, dtype: torch.dtype) -> Findings:
     if not is_fake() and not error <= 8 * torch.finfo(dtype).eps + 1e-4:
         raise Wrong(f"the gradient differs from eager's by {error:.2e} of its norm")
     return {"error": error}
-
-
-def _check_norm(name: str, dtype: torch.dtype) -> Findings:
-    """Gradients from the output err at most twice what eager's err, and a rounding of the output."""
-    x, dy = (_normal(2048, 1024, dtype=dtype, seed=i) for i in range(2))
-    parameters = [_normal(1024, dtype=dtype, seed=2) * 0.2 + 1, _normal(1024, dtype=dtype, seed=3) * 0.2]
-    tensors = [x, *parameters[: 2 if name == "layer norm" else 1]]
-    own: Any = fl.layer_norm if name == "layer norm" else fl.rms_norm
-    torchs: Any = F.layer_norm if name == "layer norm" else F.rms_norm
-    results = []
-    for function, wide in ((partial(own, save="output"), dtype), (torchs, dtype), (torchs, torch.float64)):
-        leaves = [t.detach().to(wide).requires_grad_() for t in tensors]
-        y = function(leaves[0], (1024,), *leaves[1:], eps=1e-5)
-        results.append(torch.autograd.grad(y, leaves, dy.to(wide)))
-    return _gradients_beside_eagers(results, dtype)
-
-
-def _check_batch_norm(name: str, dtype: torch.dtype) -> Findings:
-    """The same of a batch norm and SiLU, from the input."""
-    x, dy = (_normal(16, 96, 32, 32, dtype=dtype, seed=i) for i in range(2))
-    if name == "channels last":
-        x, dy = (t.contiguous(memory_format=torch.channels_last) for t in (x, dy))
-    layer = fl.FusedBatchNormAct2d(96, "silu", save="recompute", device=device())
-    with torch.no_grad():
-        for seed, parameter in enumerate(layer.parameters(), 2):
-            parameter.copy_(_normal(96, dtype=torch.float32, seed=seed))
-    results = []
-    for is_ours, wide in ((True, dtype), (False, dtype), (False, torch.float64)):
-        leaves = [x.detach().to(wide).requires_grad_(), *layer.parameters()]
-        w, b = (p if wide is not torch.float64 else p.double() for p in leaves[1:])
-        y = layer(leaves[0]) if is_ours else F.silu(F.batch_norm(leaves[0], None, None, w, b, training=True))
-        results.append(torch.autograd.grad(y, leaves, dy.to(wide)))
-    return _gradients_beside_eagers(results, dtype)
-
-
-def _gradients_beside_eagers(results: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Findings:
-    """Ours, eager's, and exact ones."""
-    found: Findings = {}
-    for number, (ours, eager, exact) in enumerate(zip(*results, strict=True)):
-        norm = exact.norm().clamp_min(1e-30)
-        errors = [float((t.double() - exact).norm() / norm) for t in (ours, eager)]
-        found[f"error_{number}"] = errors[0]
-        if not is_fake() and not errors[0] <= 2 * errors[1] + torch.finfo(dtype).eps:
-            raise Wrong(f"gradient {number} errs by {errors[0]:.2e} of its norm, eager's by {errors[1]:.2e}")
-    return found
 
 
 # --- where kernels run ------------------------------------------------------------------------------------------------

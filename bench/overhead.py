@@ -7,7 +7,6 @@ bookkeeping, hardly arithmetic. Groups of calls:
 * ``fused``: 16 to 64 Ki outputs and activations that torch differentiates from one buffer too, so that nothing is
   gained but memory;
 * ``folded``: the same with activations whose minimum is folded, which pay for the branch bit; without a target;
-* ``norm``: layer norms of the smallest results that are not PyTorch's; without a target;
 * ``region``: an activation between two dense layers of a model that ``fuse`` has seen, against the same model;
 * ``host``, with ``--fake-gpu`` alone: what the host does for calls on a GPU, on the driver that launches nothing
   (``fake_gpu.py``). Triton's launches cost nothing then but what Python does for them, a few microseconds less than
@@ -30,13 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import block_plan, call, norm_plan, sizes
+from fusedlayers import block_plan, call, sizes
 
 from . import RESULTS, fake_gpu, grid, machine, measure, reference
 
 BASELINE, OURS = VARIANTS = ("eager", "fusedlayers")
-GROUPS = ("small", "fused", "folded", "norm", "region", "host", "host_large")
-SMALL, FUSED, FOLDED, NORM, REGION, HOST, HOST_LARGE = GROUPS
+GROUPS = ("small", "fused", "folded", "region", "host", "host_large")
+SMALL, FUSED, FOLDED, REGION, HOST, HOST_LARGE = GROUPS
 ON_FAKE_GPU = (HOST, HOST_LARGE)
 DEFINITIONS = {
     "forward_backward": "microseconds of forward and backward: median and quartiles over interleaved rounds",
@@ -67,7 +66,6 @@ class Own(nn.Module):
         return z * torch.sigmoid(1.7 * z)
 
 
-NORM_WIDTHS = (64, 256)
 #: What stands between the two layers that ``fuse`` has seen.
 BETWEEN_LAYERS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "silu": nn.SiLU, "own": Own}
 #: Results of 64 KiB, which are left to PyTorch, of 512 KiB, which are not, and of 1 MiB.
@@ -136,7 +134,6 @@ def _cases() -> Iterator[Case]:
         yield Case(SMALL, "dense", activation, 512)
     for operation, activation, elements in (
         ("conv", "relu", 1024),
-        ("batch_norm", "relu", 1024),
         ("mlp", "gelu", 2048),
         ("gated_mlp", "silu", 2048),
         ("bias_act", "relu", 512),
@@ -147,8 +144,6 @@ def _cases() -> Iterator[Case]:
         for operation in ("dense", "conv", "bias_act"):
             for elements in SIZES:
                 yield Case(FOLDED if activation in FOLDED_ACTIVATIONS else FUSED, operation, activation, elements)
-    for width in NORM_WIDTHS:
-        yield Case(NORM, "layer norm", f"{width} features", sizes.LAYER_NORM_BYTES // 4)
     for activation, elements in (("gelu", 512), *((name, 131072) for name in BETWEEN_LAYERS)):
         yield Case(REGION, "fuse", activation, elements)
 
@@ -188,7 +183,7 @@ def measure_case(case: Case, device: torch.device, *, seconds: float, quick: boo
     """Return the JSON row of a case."""
     if case.group in ON_FAKE_GPU:  # until the process ends, as the fake driver
         sizes.MEDIUM_BYTES = sizes.GPU_MEDIUM_BYTES if case.group == HOST else 0
-        for plans in (call._plans, block_plan._plans, norm_plan._plans):  # which were made for other sizes
+        for plans in (call._plans, block_plan._plans):  # which were made for other sizes
             plans.clear()
     variants = dict(zip(VARIANTS, _build(case, device), strict=True))
     rows: dict[str, dict[str, Any]] = {name: {} for name in VARIANTS}
@@ -243,10 +238,6 @@ def acceptance(result: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _layer_norm(norm: Callable[..., Tensor], width: int, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return norm(x, (width,), weight, bias)
-
-
 def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
     """Eager's call and ours, of the same tensors."""
     generator = torch.Generator(device).manual_seed(0)
@@ -263,16 +254,9 @@ def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
         model = nn.Sequential(nn.Linear(64, 64), BETWEEN_LAYERS[case.activation](), nn.Linear(64, 64)).to(device)
         parameters = {id(parameter): parameter for parameter in model.parameters()}
         region = copy.deepcopy(model, parameters)
-        fl.fuse(region, torch.randn(4096, 64, device=device))
+        fl.fuse(region)
         wanted = (x, *model.parameters())
         return Variant(lambda: model(x), wanted), Variant(lambda: region(x), wanted)
-    if case.operation == "layer norm":
-        width = int(case.activation.split()[0])
-        # As of a model: a weight near 0, or far below its bias, would have the input saved.
-        weight, bias = (randn(width, scale=0.1).detach() for _ in range(2))
-        tensors = randn(elements // width, width), (1 + weight).requires_grad_(), bias.requires_grad_()
-        eager, ours = (partial(_layer_norm, norm, width) for norm in (F.layer_norm, fl.layer_norm))
-        return both(eager, ours, *tensors)
     name, function = case.activation, ACTIVATIONS[case.activation]
     if case.operation in ("dense", "large dense"):
         hidden = 64 if case.group in (SMALL, *ON_FAKE_GPU) else 256
@@ -296,14 +280,8 @@ def _build(case: Case, device: torch.device) -> tuple[Variant, Variant]:
         width = 64 if case.group in (SMALL, *ON_FAKE_GPU) else 256
         ours = partial(fl.bias_act, activation=name)
         return both(partial(reference.bias_act, function=function), ours, randn(elements // width, width), randn(width))
-    x = randn(elements // 64, 64)
-    if case.operation == "module":
-        return both(nn.GELU(), fl.GELU(), x)
-    assert case.operation == "batch_norm"
-    x, norm = randn(elements // 512, 8, 8, 8), nn.BatchNorm2d(8, device=device)
-    fused = fl.FusedBatchNormAct2d.from_modules(norm, name)
-    wanted = (x, *norm.parameters())
-    return Variant(lambda: function(norm(x)), wanted), Variant(lambda: fused(x), wanted)
+    assert case.operation == "module"
+    return both(nn.GELU(), fl.GELU(), randn(elements // 64, 64))
 
 
 def _line(row: dict[str, Any]) -> str:

@@ -198,33 +198,3 @@ def conv_cases(kind: str, dtypes: tuple[str, ...] = ()) -> Iterator[ConvCase]:
         for activation in CONV_ACTIVATIONS:
             if activation != shape.activation:
                 yield ConvCase("other", shape, name, activation, dtype)
-
-
-# --- convolutions with batch norm -------------------------------------------------------------------------------------
-
-NORM_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "leaky_relu": F.leaky_relu,
-    "elu": F.elu,
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "mish": F.mish,
-}
-NORMED = (
-    ConvShape("ResNet-50 3x3", "relu", 64, 64, (3, 3), (56, 56), {"cpu": 4, "cuda": 64}),
-    ConvShape("Darknet-53 3x3", "leaky_relu", 64, 128, (3, 3), (52, 52), {"cpu": 2, "cuda": 64}),
-    ConvShape("CSPDarknet-53 3x3", "mish", 64, 64, (3, 3), (76, 76), {"cpu": 2, "cuda": 64}),
-    ConvShape("YOLOv5 3x3 stride 2", "silu", 64, 128, (3, 3), (80, 80), {"cpu": 2, "cuda": 64}, stride=2),
-    ConvShape("EfficientNet-B0 1x1", "silu", 24, 144, (1, 1), (56, 56), {"cpu": 4, "cuda": 64}),
-    ConvShape("EfficientNet-B0 3x3 depthwise", "silu", 144, 144, (3, 3), (56, 56), {"cpu": 4, "cuda": 64}, groups=144),
-)
-
-
-def norm_cases(kind: str, dtypes: tuple[str, ...] = ()) -> Iterator[ConvCase]:
-    """The grid, in the device's main format: each shape with its model's activation, and then with the others."""
-    for group in ("model", "other"):
-        for dtype in dtypes or DTYPES[kind]:
-            for shape in NORMED:
-                for activation in NORM_ACTIVATIONS:
-                    if (activation == shape.activation) == (group == "model"):
-                        yield ConvCase(group, shape, MAIN_FORMAT[kind], activation, dtype)

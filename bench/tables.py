@@ -37,14 +37,6 @@ CONV_ROWS = (
     Wanted("wav2vec 2.0 extractor", "gelu", in_both=True),
     Wanted("MobileNetV3 3x3 depthwise stride 2", "hardswish", in_both=True),
 )
-NORM_ROWS = (
-    Wanted("ResNet-50 3x3", "relu"),
-    Wanted("Darknet-53 3x3", "leaky_relu"),
-    Wanted("CSPDarknet-53 3x3", "mish"),
-    Wanted("EfficientNet-B0 1x1", "silu"),
-    Wanted("EfficientNet-B0 3x3 depthwise", "silu", in_both=True),
-    Wanted("YOLOv5 3x3 stride 2", "silu", in_both=True),
-)
 MLP_ROWS = (
     Wanted("BERT-base", "gelu", in_both=True),
     Wanted("GPT-2 large", "gelu"),
@@ -52,17 +44,6 @@ MLP_ROWS = (
     Wanted("LLaMA-7B", "silu"),
     Wanted("Gemma-2B", "gelu"),
     Wanted("T5-base 1.1", "gelu", in_both=True),
-)
-PART_ROWS = (
-    Wanted("BERT-base", "layer norm"),
-    Wanted("LLaMA-7B", "llama's norm"),
-    Wanted("diffusion", "group norm, silu"),
-    Wanted("LLaMA-7B", "silu gate"),
-    Wanted("LLaMA-7B", "packed silu gate"),
-    Wanted("experts", "silu gate, bmm"),
-    Wanted("BERT-base", "dropout"),
-    Wanted("BERT-base", "gelu, dropout", in_both=True),
-    Wanted("LLaMA-7B", "silu gate, dropout", in_both=True),
 )
 MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
 OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
@@ -141,20 +122,6 @@ def _in_main_format(run: dict[str, Any]) -> list[dict[str, Any]]:
         formats.setdefault(row["shape"], set()).add(row.get("format", ""))
     main = MAIN_FORMAT[run["device"]["kind"]]
     return [row for row in run["cases"] if row.get("format", "") == main or len(formats[row["shape"]]) == 1]
-
-
-def norm_table(run: dict[str, Any]) -> str:
-    """The same with a batch norm between."""
-    return _layers_table(run, "Convolution + batch norm + activation", NORM_ROWS, _models(run["cases"]), _conv_sizes)
-
-
-def parts_table(run: dict[str, Any]) -> str:
-    """Norms, gates and dropout, and the product behind them."""
-    return _layers_table(run, "Part, and the product behind it", PART_ROWS, _models(run["cases"]), _part_sizes)
-
-
-def _part_sizes(row: dict[str, Any]) -> str:
-    return " x ".join(map(str, row["input"]))
 
 
 def _conv_sizes(row: dict[str, Any]) -> str:
@@ -268,33 +235,6 @@ def models_table(run: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-CONTEXTS = {
-    "plain": "as it is",
-    "autocast": "autocast to bfloat16",
-    "hooks": "saved-tensor hooks",
-    "copies": "hooks that copy",
-    "compile": "`torch.compile`",
-}
-
-
-def contexts_table(run: dict[str, Any]) -> str:
-    """Whole models, before and after ``fuse``, trained in several ways."""
-    lines = [
-        measured_on(run),
-        "",
-        f"| Saved MiB, before and after `fuse` | {' | '.join(CONTEXTS.values())} |",
-        "|---|" + "--:|" * len(CONTEXTS),
-    ]
-    for row in run["cases"]:
-        cells = [f"{model_name(row)} ({' x '.join(map(str, row['input']))})"]
-        for name in CONTEXTS:
-            before, after = (row["contexts"][name][who] for who in ("eager", "fusedlayers"))
-            change = round(100 * (after - before) / before)
-            cells.append(f"{before / 2**20:.1f}, **{after / 2**20:.1f}** ({change:+d} %)")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
 def recipes_table(run: dict[str, Any]) -> str:
     """Whole models within ``save_once``: what it leaves of eager's saved bytes, and the time of a step."""
     dtypes = {"float32": "float32", "bfloat16": "bfloat16", "autocast": "autocast to bfloat16"}
@@ -329,10 +269,6 @@ OVERVIEW = (
     ("dense", "Linear + GELU", "BERT-base", "gelu"),
     ("mlp", "MLP, GELU", "BERT-base", "gelu"),
     ("mlp", "gated MLP, SiLU", "LLaMA-7B", "silu"),
-    ("norm", "convolution + batch norm + SiLU", "EfficientNet-B0 1x1", "silu"),
-    ("parts", "layer norm", "ViT-B", "layer norm"),
-    ("parts", "RMS norm as in transformers", "LLaMA-7B", "llama's norm"),
-    ("parts", "GELU + dropout", "BERT-base", "gelu, dropout"),
 )
 
 
@@ -352,8 +288,8 @@ def overview_table(results: Path) -> str:
     names = {"cuda": "GPU", "cpu": "CPU"}
     measured = [f"{names[kind]}: {_device_of(best[kind])}, {MAIN_DTYPE[kind]}." for kind in kinds]
     note = (
-        "Bytes are what the part and the matmul after it save. The part's input is not counted: PyTorch's norms save "
-        "it, and these do not. GPU times are the kernels' alone."
+        "Bytes are what the part and the matmul after it save, without the part's input. GPU times are the kernels' "
+        "alone."
     )
     lines = [" ".join((*measured, note))]
     columns = [f"{names[kind]}: {whose}" for kind in kinds for whose in ("PyTorch", "**here**")]
@@ -493,7 +429,6 @@ CONTAINERS = {
     "same-memory-16": "**here**, in that memory",
     "sublinear": "**here**, as little as can be",
     "cheap": '**here**, `recompute="cheap"` and a budget of 0.6',
-    "fused": "**here**, with `FusedBatchNormAct2d`",
 }
 
 
@@ -532,7 +467,6 @@ SMALL_CALLS = {
     "small": None,
     "fused": 131072,
     "folded": 131072,
-    "norm": None,
     "region": None,
     "host": None,
     "host_large": None,
@@ -602,7 +536,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "accuracy": accuracy_table,
     "conv": partial(_tables, subject="conv", table=conv_table),
     "containers": partial(_tables, subject="containers", table=containers_table),
-    "contexts": partial(_tables, subject="contexts", table=contexts_table),
     "recipes": partial(_tables, subject="recipes", table=recipes_table),
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
@@ -611,10 +544,8 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "host": partial(_tables, subject="host", table=small_calls_table, command="overhead --fake-gpu"),
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "models": partial(_tables, subject="models", table=models_table),
-    "norm": partial(_tables, subject="norm", table=norm_table),
     "overhead": partial(_tables, subject="overhead", table=small_calls_table),
     "overview": overview_table,
-    "parts": partial(_tables, subject="parts", table=parts_table),
     "peers": partial(_tables, subject="peers", table=peers_table),
     "peers_first": partial(_tables, subject="peers", table=peers_table, most=1),
 }

@@ -64,14 +64,10 @@ from .nn.activations import (
     softsign,
     squared_relu,
 )
-from .nn.batch_norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d, FusedBatchNormAct3d
 from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .nn.dense import LINEAR_TYPES, FusedDenseAct
 from .nn.dropout import Dropout
-from .nn.group_norm import FusedGroupNormAct, GroupNorm
 from .nn.mlp import FusedGatedMLP, FusedMLP
-from .nn.row_norm import LayerNorm, RMSNorm
-from .norms import group_norm, layer_norm, rms_norm
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
 from .recipes.fuse import fuse, unfuse
@@ -101,23 +97,17 @@ __all__ = [
     "ELU",
     "GELU",
     "LINEAR_TYPES",
-    "NORM_TYPES",
     "SELU",
     "AdditiveCoupling",
     "AffineCoupling",
     "Dropout",
-    "FusedBatchNormAct1d",
-    "FusedBatchNormAct2d",
-    "FusedBatchNormAct3d",
     "FusedColwiseParallel",
     "FusedConvAct1d",
     "FusedConvAct2d",
     "FusedConvAct3d",
     "FusedDenseAct",
     "FusedGatedMLP",
-    "FusedGroupNormAct",
     "FusedMLP",
-    "GroupNorm",
     "Hardsigmoid",
     "Hardswish",
     "Hardtanh",
@@ -136,12 +126,10 @@ __all__ = [
     "InvertiblePixelShuffle",
     "InvertibleSequential",
     "InvertibleSplit",
-    "LayerNorm",
     "LeakyReLU",
     "LogSigmoid",
     "Mish",
     "NonZero",
-    "RMSNorm",
     "ReLU6",
     "SiLU",
     "Softplus",
@@ -165,7 +153,6 @@ __all__ = [
     "gated_act",
     "gated_mlp",
     "gelu",
-    "group_norm",
     "grouped_mm",
     "hardsigmoid",
     "hardswish",
@@ -173,7 +160,6 @@ __all__ = [
     "in_backward_mode",
     "in_dry_mode",
     "invertible_checkpoint",
-    "layer_norm",
     "leaky_relu",
     "linear",
     "logsigmoid",
@@ -185,7 +171,6 @@ __all__ = [
     "plan_of",
     "quick_gelu",
     "relu6",
-    "rms_norm",
     "save_once",
     "selu",
     "silu",

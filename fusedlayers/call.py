@@ -32,7 +32,6 @@ from ._torch import (
 )
 from .activations import Activation, WithOperands
 from .backends.operations import MATMUL, Convolution, Operation, Pointwise, Weight
-from .ops import batch_norm
 from .ops.edits import is_under_checkpoint
 from .plan import Needs, Plan, PlanKey, make_plan
 from .utils.bounded_cache import BoundedCache
@@ -96,12 +95,10 @@ class Call(NamedTuple):
         other_dim = self.operand_dim
         if other_dim is not None and (other_dim - operation.dim) % x.dim() == 0:
             other_dim = None
-        size, limits = sizes.sized(operation, x, count)
+        size, limits = sizes.sized(x, count)
         return key._replace(
             size=size,
             limits=limits,
-            on_gpu=x.is_cuda,
-            norm_is_large=count >= batch_norm.WORTH_IT and not is_capturing(x),
             has_residual=residual is not None,
             operand_dim=other_dim,
             saves_arguments=x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf),
@@ -153,7 +150,7 @@ def plan_for(
         if asking.questions:
             asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
         return found, activation, ()
-    size, limits = sizes.sized(operation, x, elements)  # where that is None, ``shapes`` say it
+    size, limits = sizes.sized(x, elements)  # where that is None, ``shapes`` say it
     given = activation
     operands: tuple[Tensor, ...] = ()
     operand_dim = plain_because = None
@@ -214,7 +211,6 @@ def plan_for(
             saved_tensors_hooks_on_top(True) is None,
             plain_because,
             dispatch_mode_count() and _mode_types(),
-            x.is_cuda and is_capturing(x),
         )
     try:
         known = _plans.get(facts)
@@ -254,11 +250,6 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     if not validation.is_autocast(x.device.type):
         return None
     return x.dtype if x.dtype is torch.float64 else torch.get_autocast_dtype(x.device.type)
-
-
-def is_capturing(x: Tensor) -> bool:
-    """Whether a CUDA graph records what is done."""
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def followed_by() -> str | None:

@@ -15,13 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import _torch, backends, validation
-from .activations import DTYPES, Activation, measure_inverse_error, resolve
-from .backends.operations import MATMUL, BatchNorm, Matmul, Operation, Pointwise, Recompute, Weight
+from .activations import DTYPES, Activation
+from .backends.operations import MATMUL, Matmul, Operation, Pointwise, Weight
 from .block_plan import BlockPlan
 from .call import autocast_dtype, followed_by, needs_gradient, plan_dense, plan_for
 from .ops.autocast import shared_cast
-from .ops.batch_norm import inverse_error_of, norm_act
-from .ops.batch_norm_input import norm_act_of_input
 from .ops.conv import Conv
 from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
 from .ops.mlp import MLP
@@ -32,7 +30,6 @@ from .ops.product import product_of
 from .plan import Plan
 from .sizes import is_small
 from .utils.compiled_checkpoint import compiled_checkpoint
-from .utils.layout import has_torchs_layout
 from .utils.profile_ranges import profile_range, range_name
 
 Operands = Sequence[Tensor]
@@ -78,22 +75,6 @@ def run_dropout(
     else:
         y = dropped(POINTWISE[plan.path](plan, along, z, None, None, None, record, operands), p)
     return operation.unflattened(y, given) if is_view else y
-
-
-def run_synchronised(
-    norm: BatchNorm, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None, activation: Activation, save: str
-) -> Tensor:
-    """A batch norm with the statistics of a process group, which has nodes of its own, and the activation."""
-    if not needs_gradient(x, w, b):
-        z, *_ = norm.with_statistics(x, w, b)
-    elif residual is None and activation.is_fusible and save != "input":
-        return norm_act(norm, x, w, b, activation, None if save == "recompute" else inverse_error_of(activation, x))
-    else:
-        z = norm_act(norm, x, w, b, resolve(None), None)
-    operation, z = Pointwise(1), z if residual is None else z + residual
-    sizes = operation, z.dim()
-    plan, record, operands = plan_for(operation, z, None, None, None, activation, save, sizes, z.numel())
-    return POINTWISE[plan.path](plan, operation, z, None, None, None, record, operands)
 
 
 def _composite(
@@ -143,16 +124,10 @@ def _fused(
         x = x.to(plan.cast) if plan.saved == "recompute" else x
         if plan.saved == "output" and isinstance(operation, Matmul):
             x, w = shared_cast(x, plan.cast), shared_cast(w, plan.cast)
-    recompute: Recompute = operation.__call__
-    if plan.has_own_node:
-        z = Conv.apply(x, w, b, operation)
-    elif plan.keeps_origin and isinstance(operation, BatchNorm):
-        z, recompute = operation.with_recompute(x, w, b)
-    else:
-        z = operation(x, w, b)
+    z = Conv.apply(x, w, b, operation) if plan.has_own_node else operation(x, w, b)
     if residual is not None and plan.saved == "input":
         z, residual = z.add_(residual), None
-    origin = Origin(x, w, b, recompute) if plan.keeps_origin else None
+    origin = Origin(x, w, b, operation.__call__) if plan.keeps_origin else None
     keeps_place = origin is None and plan.saved == "output"
     place = InputPlace.of(z, kernel_b, residual) if keeps_place else None
     y: Tensor = BiasAct.apply(plan, z, kernel_b, residual, origin, *operands)
@@ -200,10 +175,6 @@ def _compiled(
     activation: Activation, operands: Operands,
 ) -> Tensor:  # fmt: skip
     """Functional operations that save what the plan says, and that the compiler fuses."""
-    if plan.saved == "recompute" and isinstance(operation, BatchNorm):
-        # An average's part is read from the count: there the graph breaks, and torch's checkpoint is none of the
-        # compiler's any more, but counts again in the backward pass.
-        operation = operation.counted()
     pre_activation = functools.partial(_sum, operation)
     # An exported program is for inference.
     if plan.saved in ("nothing", "eager") or _torch.is_exporting():
@@ -221,31 +192,9 @@ def _compiled(
     return y
 
 
-def _tells_input(
-    plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
-    activation: Activation, operands: Operands,
-) -> Tensor:  # fmt: skip
-    """A batch norm whose output determines its input."""
-    assert isinstance(operation, BatchNorm)
-    return norm_act(operation, x, w, b, activation, measure_inverse_error(activation, x.dtype))
-
-
-def _norm_input(
-    plan: Plan, operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None,
-    activation: Activation, operands: Operands,
-) -> Tensor:  # fmt: skip
-    """A batch norm and its activation, of which only the norm's input is kept; as ``_fused`` where that is laid out in
-    another way than torch's results are."""
-    passes = plan.backend.input_passes(activation, x.dtype)
-    if passes is None or not x.numel() or not has_torchs_layout(x):
-        return _fused(plan, operation, x, w, b, residual, activation, operands)
-    assert isinstance(operation, BatchNorm)
-    return norm_act_of_input(operation, x, w, b, activation, passes)
-
-
 def _range_name(plan: Plan, operation: Operation, *arguments: Any) -> str:
     *_, activation, _ = arguments
-    return range_name("batch_norm" if isinstance(operation, BatchNorm) else operation.function, activation.name)
+    return range_name(operation.function, activation.name)
 
 
 _in_profiles = profile_range(_range_name)
@@ -256,8 +205,6 @@ PATHS: dict[str, Callable[..., Tensor]] = {
     "no_grad": _in_profiles(_without_gradients),
     "in_place": _in_profiles(_in_place),
     "fused": _in_profiles(_fused),
-    "tells_input": _tells_input,
-    "norm_input": _norm_input,
 }
 #: The same for ``activation(x + b, *operands)``.
 POINTWISE: dict[str, Callable[..., Tensor]] = {**PATHS, "fused": _in_profiles(_fused_pointwise)}

@@ -14,12 +14,11 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import validation
 from .activations import Activation, resolve
-from .backends.operations import MATMUL, BatchNorm, Convolution, Pointwise
+from .backends.operations import MATMUL, Convolution, Pointwise
 from .block_plan import plan_block
 from .call import needs_gradient, plan_dense, plan_for
-from .execute import PATHS, POINTWISE, dropped, run_block, run_dropout, run_synchronised
+from .execute import PATHS, POINTWISE, dropped, run_block, run_dropout
 from .ops.mlp_forward import BlockOptions, Linear
-from .plan import choose_save
 from .validation import check_call, check_dropout
 
 #: Of ``bias_act`` without a bias, whatever its ``dim``.
@@ -229,39 +228,6 @@ def bias_act(
         if not plan.overwrites or (input._is_view() and needs_gradient(input, bias)):
             return input.copy_(bias_act(input.clone(), bias, record, dim=dim, save=save))
     return POINTWISE[plan.path](plan, operation, input, None, bias, None, traced, operands)
-
-
-def batch_norm_act(
-    norm: BatchNorm,
-    input: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    activation: object,
-    save: str,
-) -> Tensor:
-    """``activation(norm(input, weight, bias) + residual)``; public as the modules ``FusedBatchNormAct1d`` to ``3d``."""
-    record = resolve(activation, "FusedBatchNormAct")
-    is_usual = validation.are_usual((input,), (weight, bias, residual))
-    if not is_usual:
-        validation.check_tensors(norm.function, {"input": input}, residual=residual)
-        tensors = (input, weight, bias, residual)
-        if has_torch_function(tensors):
-            # What has no name in a graph comes after it.
-            known = record if record.is_fusible else resolve(None)
-            y = handle_torch_function(batch_norm_act, tensors, norm, input, weight, bias, residual, known, save)
-            return y if known is record else record.plain(y)
-    if norm.dims != input.dim():  # norm was made while torch.fx traced, for an input without dimensions
-        norm = norm._replace(dims=input.dim())
-    if norm.group is not None and norm.is_synchronised:
-        validation.check_call(norm, input, weight, bias, residual)
-        if not record.needs_tracing:
-            choose_save(norm.function, record, save, input.dtype)  # which may refuse
-        return run_synchronised(norm, input, weight, bias, residual, record, save)
-    tensors = input, weight, bias, residual
-    sizes, count = ((norm.facts(), input.shape), input.numel()) if is_usual else (None, None)
-    plan, record, operands = plan_for(norm, *tensors, record, save, sizes, count, is_usual=is_usual)
-    return PATHS[plan.path](plan, norm, input, weight, bias, residual, record, operands)
 
 
 def mlp(

@@ -17,27 +17,23 @@ from typing import Literal, NamedTuple
 import torch
 
 from . import backends, validation
-from .activations import KEPT_BY_TORCH, Activation, Saved, measure_inverse_error
+from .activations import KEPT_BY_TORCH, Activation, Saved
 from .backends import Backend
-from .backends.operations import GATE, BatchNorm, Operation, Pointwise
+from .backends.operations import GATE, Operation, Pointwise
 from .sizes import MEDIUM_BYTES, SMALL_BYTES, Limits, Size
 from .utils.formatting import whole_size_text
 
-#: Of a batch norm on a GPU, whose output may determine its input.
-WAITS = "the host would wait for the GPU to see whether the output determines it"
 #: Of a function that a layer would keep both sides of.
 _KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"
 
-Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "tells_input", "norm_input"]
+Path = Literal["composite", "compiled", "no_grad", "in_place", "fused"]
 """How a call is computed.
 
 * "composite": by PyTorch's own operations, which save what they save;
 * "compiled": by functional operations that the compiler fuses;
 * "no_grad": by a backend's kernels, saving nothing;
 * "in_place": by PyTorch's own operations, the activation in place, which saves its result;
-* "fused": by a backend's kernels under an autograd Function;
-* "tells_input": a batch norm under an autograd Function that saves its output and computes its input from that;
-* "norm_input": a batch norm and its activation under an autograd Function that saves the norm's input.
+* "fused": by a backend's kernels under an autograd Function.
 """
 
 
@@ -70,10 +66,6 @@ class PlanKey(NamedTuple):
     is_compiling: bool = False
     size: Size = "large"
     limits: Limits = Limits(SMALL_BYTES, MEDIUM_BYTES)
-    #: Whether the host must wait to see values.
-    on_gpu: bool = False
-    #: Whether a batch norm's input is large enough for a look at its values.
-    norm_is_large: bool = True
     #: The dtype that autocast casts to, or None where it is off.
     cast: torch.dtype | None = None
     has_residual: bool = False
@@ -123,8 +115,6 @@ class Plan(NamedTuple):
     is_hooked: bool = False
     #: Whose call it is, for errors in backward.
     function: str = ""
-    #: Whether PyTorch computes it for its size alone, and this package would a larger one.
-    is_too_small: bool = False
 
     def __str__(self) -> str:
         return self.reason
@@ -138,16 +128,6 @@ def plain(because: str) -> Plan:
     return Plan("composite", "eager", f"not fused: {because}")
 
 
-def too_small(least_bytes: int) -> Plan:
-    """The plan of a call whose result has fewer bytes than these."""
-    return plain(too_small_because(least_bytes))._replace(is_too_small=True)
-
-
-def too_small_because(least_bytes: int) -> str:
-    """Why PyTorch computes a result of fewer bytes, for people."""
-    return f"results of less than {whole_size_text(least_bytes)} are left to PyTorch"
-
-
 def make_plan(key: PlanKey) -> Plan:
     """The decision.
 
@@ -159,15 +139,7 @@ def make_plan(key: PlanKey) -> Plan:
     left = _left_to_pytorch(key)
     if left is not None:
         return left
-    if isinstance(operation, BatchNorm) and not key.is_compiling:
-        reason = describe_norm(activation, save, dtype, on_gpu=key.on_gpu)
-        is_told = tells_input(activation, save, dtype, on_gpu=key.on_gpu)
-        if is_told and key.norm_is_large and not key.has_residual and any(needs[:3]):
-            return Plan("tells_input", "output", reason, activation, backend, dim=operation.dim)
-        if saved != "nothing" and (save == "auto" or is_told):
-            saved, reason = _beside_input(key, saved)
-    else:
-        reason = describe(activation, save, dtype)
+    reason = describe(activation, save, dtype)
     if saved == "nothing":
         return Plan("composite", "eager", reason)
     if operation == GATE and any(needs) and not key.is_compiling:
@@ -197,7 +169,7 @@ def make_plan(key: PlanKey) -> Plan:
         )
     flattens = key.returns_view and is_along
     torch_makes_z = key.makes_z and not key.is_inplace and not key.has_own_node
-    path: Path = "norm_input" if saved == "recompute" and _has_input_passes(key) else "fused"
+    path: Path = "fused"
     # Under hooks nobody would notice an edit of what PyTorch's operation has saved: where PyTorch's own layers do not
     # save it, their result may be edited.
     is_noticed = not key.is_hooked or activation.name in KEPT_BY_TORCH
@@ -271,34 +243,14 @@ def _left_to_pytorch(key: PlanKey) -> Plan | None:
     if because is None and key.is_compiling:
         if activation.needs_tracing:
             return plain("torch.compile sees a user's function as it is")
-        if isinstance(key.operation, BatchNorm) and key.save == "auto":
-            return plain("torch.compile keeps the norm's input, and computes the rest again")
         return None
-    if because is None and key.save == "auto" and activation.torch_keeps_less and _is_layer(key.operation):
+    if because is None and key.save == "auto" and activation.torch_keeps_less and key.operation != GATE:
         because = _KEEPS_LESS
-    needed = _needed_bytes(key)
-    because = because or _slow_because(key, may_build=needed is None)
-    if because is not None:
-        return plain(because)
-    return None if needed is None else too_small(needed)
-
-
-def _is_layer(operation: Operation) -> bool:
-    """Whether it keeps z, where the output does not determine the derivative, and what follows it y."""
-    return operation != GATE and not isinstance(operation, BatchNorm)
-
-
-def _needed_bytes(key: PlanKey) -> int | None:
-    """From how many bytes on results are not left to PyTorch, where this one has fewer; or None."""
-    if key.save != "auto":
-        return None
-    medium, large, layout_factor = key.limits
-    if key.size == "small" and not key.is_inplace:
-        return medium
-    if key.size != "medium" or not isinstance(key.operation, BatchNorm) or not any(key.needs):
-        return None
-    # PyTorch computes an activation in place as quickly as the Function does, if the norm is contiguous.
-    return large if key.activation.in_place is None or layout_factor > 1 else None
+    is_small = key.size == "small" and key.save == "auto" and not key.is_inplace
+    because = because or _slow_because(key, may_build=not is_small)
+    if because is None and is_small:
+        because = f"results of less than {whole_size_text(key.limits.medium)} are left to PyTorch"
+    return None if because is None else plain(because)
 
 
 def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:
@@ -311,73 +263,3 @@ def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:
 def _slow_there(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None) -> str | None:
     """The same of a layer on a device, before anything is built; None if that is not known."""
     return None if device is None or save != "auto" else backends.slow_on(device, dtype, activation)
-
-
-# --- batch norms ------------------------------------------------------------------------------------------------------
-
-
-def tells_input(activation: Activation, save: str, dtype: torch.dtype, *, on_gpu: bool) -> bool:
-    """Whether a batch norm's output determines its input, which takes a look at each channel. A GPU would be idle while
-    the host takes it: convolutions with such norms took an H100 1.7 to 2.1 times eager's time in float32."""
-    is_asked_for = save == "output" or (save == "auto" and not on_gpu)
-    if not is_asked_for or activation.operand_dims or activation.output_refusal(dtype) is not None:
-        return False
-    return measure_inverse_error(activation, dtype) is not None
-
-
-def _beside_input(key: PlanKey, saved: Saved) -> tuple[Saved, str]:
-    """What a batch norm saves besides its input, and why, for people."""
-    activation, dtype = key.activation, key.dtype
-    if key.save == "auto":
-        saved = save_beside_input(activation, dtype, has_residual=key.has_residual)
-        if key.size == "large" and _has_input_passes(key):
-            saved = "recompute"
-    why = _why_input(activation, dtype, key.save, on_gpu=key.on_gpu)
-    if tells_input(activation, key.save, dtype, on_gpu=key.on_gpu):
-        why = "a residual was added" if key.has_residual else "it is small"
-    return saved, f"saves its input{' and the output' if saved == 'output' else ''}: {why}"
-
-
-def _has_input_passes(key: PlanKey) -> bool:
-    """Whether a backend has passes for a batch norm that keeps its input alone."""
-    is_alone = isinstance(key.operation, BatchNorm) and not key.has_residual
-    return is_alone and key.norm_is_large and key.backend.input_passes(key.activation, key.dtype) is not None
-
-
-def save_beside_input(activation: Activation, dtype: torch.dtype, *, has_residual: bool = False) -> Saved:
-    """What is saved besides a batch norm's input, where outputs do not determine that: an output that the next layer
-    saves anyway, or nothing. The pre-activation is then recomputed in one pass, exactly."""
-    refused = activation.output_refusal(dtype)
-    return "recompute" if refused is not None or (activation.is_folded and not has_residual) else "output"
-
-
-def describe_norm(
-    activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None = None, *, on_gpu: bool = False
-) -> str:
-    """What a batch norm saves, at most, and why, for people; of inputs that are large enough. With a device, it says
-    where PyTorch computes instead."""
-    on_gpu = on_gpu or (device is not None and device.type == "cuda")
-    if (left := activation.left_because(dtype)) is not None:
-        return f"not fused: {left}"
-    if save == "input":
-        return "saves its input and the activation's"
-    if save == "recompute":
-        return "saves its input"
-    if (because := _slow_there(activation, save, dtype, device)) is not None:
-        return f"not fused: {because}"
-    if tells_input(activation, save, dtype, on_gpu=on_gpu):
-        return "saves the output, which determines the input"
-    kept = "its input"
-    if save == "output":
-        kept = "its input and the output"
-    elif save_beside_input(activation, dtype) == "output":
-        kept = "its input, and of some calls the output"
-    return f"saves {kept}: {_why_input(activation, dtype, save, on_gpu=on_gpu)}"
-
-
-def _why_input(activation: Activation, dtype: torch.dtype, save: str, *, on_gpu: bool) -> str:
-    """Why a batch norm saves its input."""
-    if on_gpu and save == "auto" and tells_input(activation, "output", dtype, on_gpu=True):
-        return WAITS
-    reason = "determine the input too coarsely" if activation.has_inverse else "do not determine the input"
-    return f"{str(dtype).removeprefix('torch.')} outputs {reason}"

@@ -8,9 +8,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .backends.operations import BatchNorm, Operation
-from .utils.layout import channels_last_format
-
 #: Results of fewer bytes are left to plain PyTorch: at most so much is forgone by a call. A fused call costs the time
 #: of an autograd.Function in Python, 60 to 200 us with cold caches. Forward and backward of two layers of 256 features,
 #: with a GELU between them that ``fuse`` had found, float32, one and two threads (AMD EPYC), took 1.10 to 1.11 times
@@ -20,9 +17,7 @@ SMALL_BYTES = 512 << 10
 #: Results of fewer bytes are activated by PyTorch's own in-place operation. Two conditions hold: that operation saves
 #: its result and nothing else, and PyTorch's own operation makes z. Forward and backward as above with relu,
 #: tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time up to 1 MiB, and with the autograd.Function
-#: 1.05 to 1.31 times. From 2 MiB on the Function takes less, because it writes dz over y. PyTorch computes batch
-#: norms of fewer bytes too, with activations that have no in-place operation: with silu (two threads) the Function took
-#: 1.17 times eager's time at 1.4 MiB, 1.36 at 1.0 MiB and 1.43 at 0.7 MiB, and 0.93 at 3.4 MiB.
+#: 1.05 to 1.31 times. From 2 MiB on the Function takes less, because it writes dz over y.
 MEDIUM_BYTES = 2 << 20
 #: The same of layers and convolutions on a GPU, which waits for the host where its own work is shorter. PyTorch's
 #: operation takes one more pass over dz, and a buffer for dz until the layer's backward pass ends.
@@ -35,18 +30,6 @@ GPU_MEDIUM_BYTES = 32 << 20
 #: layer's width decides, and memory counts more. Slower GPUs have fewer processors, and less memory.
 GPU_BYTES = 128 << 10
 
-#: Layer norms of fewer bytes are left to PyTorch. An autograd.Function in Python adds 60 to 150 us to a call. Forward
-#: and backward alone, float32, one and two threads (AMD EPYC), took 1.6 to 1.9 times eager's time at 768 KiB, 1.2 at
-#: 3 MiB, 0.9 to 1.1 at 12 MiB. RMS norms took 0.3 to 0.9 times eager's from 192 KiB on.
-LAYER_NORM_BYTES = 1 << 20
-#: The same of group norms, which PyTorch computes faster: forward and backward of (8, 128, 32, 32), 4 MiB, took 1.2 to
-#: 1.7 times eager's time in float32 and 0.4 to 1.6 in bfloat16.
-GROUP_NORM_BYTES = 4 << 20
-#: By how much larger results of channels-last norms must be on a CPU, where PyTorch's kernels for these are the faster
-#: ones: batch norm and silu took 1.6 times eager's time at 4 MiB, 0.99 at 12 MiB; group norm and silu 2.4 and 1.3 times
-#: there, 0.9 at 37 MiB (AMD EPYC, two threads).
-CHANNELS_LAST_FACTOR = 4
-
 #: RMS norms that are spelled out and have fewer bytes run as they are written. Forward and backward of one node took 1.3
 #: to 1.5 times as long as theirs at 128 KiB, 0.7 to 1.3 at 256 KiB, 0.15 to 1.2 from 512 KiB on (AMD EPYC, one and two
 #: threads, a busy machine).
@@ -56,24 +39,15 @@ Size = Literal["small", "medium", "large"]
 
 
 class Limits(NamedTuple):
-    """From how many bytes on results are of medium size, and large. No norm on a large GPU is of medium size: more is
-    small there."""
+    """From how many bytes on results are of medium size, and large."""
 
     medium: int
     large: int
-    #: By how much larger norms must be than contiguous ones, which ``large`` includes.
-    layout_factor: int = 1
 
 
-def sized(operation: Operation, x: Tensor, elements: int | None) -> tuple[Size, Limits]:
-    """The size of the result of ``operation`` on x, which counts as large where nobody knows how many elements it has,
-    and the limits."""
-    if isinstance(operation, BatchNorm):  # whose node saves less than PyTorch's operations: worth the host's time
-        limits = batch_norm_limits(x)
-    elif x.is_cpu:
-        limits = Limits(SMALL_BYTES, MEDIUM_BYTES)
-    else:
-        limits = Limits(small_bytes(x), GPU_MEDIUM_BYTES)
+def sized(x: Tensor, elements: int | None) -> tuple[Size, Limits]:
+    """The size of a result for x, which counts as large where nobody knows how many elements it has, and the limits."""
+    limits = Limits(SMALL_BYTES, MEDIUM_BYTES) if x.is_cpu else Limits(small_bytes(x), GPU_MEDIUM_BYTES)
     if elements is None:
         return "large", limits
     result_bytes = elements * x.itemsize
@@ -87,25 +61,9 @@ def is_small(x: object) -> bool:
 
 def small_bytes(x: Tensor) -> int:
     """Results of fewer bytes are small, on the device of x."""
-    return SMALL_BYTES if x.is_cpu else least_bytes(x, SMALL_BYTES)
-
-
-def batch_norm_limits(x: Tensor) -> Limits:
-    """Of a batch norm of x."""
-    factor = layout_factor(x)
-    return Limits(small_bytes(x), least_bytes(x, MEDIUM_BYTES * factor), factor)
-
-
-def least_bytes(x: Tensor, on_cpu: int) -> int:
-    """From how many bytes on results are worth a node in Python, where on a CPU it is so many."""
     if not x.is_cuda or torch.compiler.is_compiling():
-        return on_cpu
-    return max(on_cpu, GPU_BYTES * processors(x.get_device()))
-
-
-def layout_factor(x: Tensor) -> int:
-    """By how much larger norms of x must be than contiguous ones."""
-    return CHANNELS_LAST_FACTOR if x.is_cpu and channels_last_format(x) is not None else 1
+        return SMALL_BYTES
+    return max(SMALL_BYTES, GPU_BYTES * processors(x.get_device()))
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from torch.overrides import has_torch_function, is_tensor_like
 from . import backends
 from ._torch import is_of_transform
 from .activations import DTYPES, FLOAT64_IS_TORCHS, Activation
-from .backends.operations import BatchNorm, Convolution, Matmul, Operation, Pointwise, Weight, elements
+from .backends.operations import Convolution, Matmul, Operation, Pointwise, Weight
 from .ops.mlp_forward import BlockOptions, Linear
 from .utils.formatting import described, size_from
 
@@ -85,16 +85,11 @@ def activated(function: str, activation: Activation, z: Tensor) -> Tensor:
 def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> None:
     """All checks of a layer's tensors, before anything is computed."""
     function = operation.function
-    given: dict[str, object] = (
-        {"input": x} if isinstance(operation, (BatchNorm, Pointwise)) else {"input": x, "weight": w}
-    )
-    check_tensors(function, given, residual=residual, **({} if isinstance(operation, BatchNorm) else {"bias": b}))
+    given: dict[str, object] = {"input": x} if isinstance(operation, Pointwise) else {"input": x, "weight": w}
+    check_tensors(function, given, residual=residual, bias=b)
     if any(tensor is not None and tensor.is_nested for tensor in (x, residual)):
         return  # which do not have sizes
-    if isinstance(operation, BatchNorm):
-        check_norm(function, x, operation.allowed_dims, operation, weight=w, bias=b)
-        check_one_dtype(function, x, residual=residual, autocast_casts=True)
-    elif isinstance(operation, Pointwise):
+    if isinstance(operation, Pointwise):
         check_one_dtype(function, x, bias=b)
         if b is not None:
             check_bias(function, x, b, operation.dim)
@@ -341,43 +336,6 @@ def check_conv(input: Tensor, weight: Tensor, bias: Tensor | None, convolution: 
             f"than input {dims_of(input)} with padding {padding}"
         )
     return shape
-
-
-def check_norm(function: str, input: Tensor, dims: tuple[int, ...], norm: BatchNorm, **params: Tensor | None) -> None:
-    """Refuse an input, or parameters, that a batch norm does not take."""
-    if not dims[0] <= input.dim() <= dims[-1]:  # ``in`` is false of numbers that torch.compile has made symbols of
-        raise ValueError(
-            f"{function}: expected input (batch, channels, ...) with {' or '.join(map(str, dims))} dimensions, "
-            f"got {dims_of(input)}"
-        )
-    channels = input.shape[1]
-    known = {**params, "running_mean": norm.running_mean, "running_var": norm.running_var}
-    found = {name: tensor for name, tensor in known.items() if tensor is not None}
-    for name, tensor in found.items():
-        if tensor.shape != (channels,):
-            raise ValueError(
-                f"{function}: {name} {dims_of(tensor)} is not for the {channels} channels of input {dims_of(input)}"
-            )
-        if tensor.device != input.device:
-            raise ValueError(f"{function}: {name} is on {tensor.device} but input is on {input.device}; move one")
-    dtypes = {tensor.dtype for tensor in found.values()}
-    wider = {torch.float32} if input.dtype.itemsize == 2 else set()
-    if (input.is_cpu and len(dtypes) > 1) or not dtypes <= {input.dtype, *wider}:
-        got = ", ".join(f"{name} {tensor.dtype}" for name, tensor in {"input": input, **found}.items())
-        raise ValueError(
-            f"{function}: parameters and statistics must have one dtype, the input's, or float32 for an input of 16 "
-            f"bits, got {got}; convert one of them"
-        )
-    check_statistics(function, input, norm)
-
-
-def check_statistics(function: str, input: Tensor, norm: BatchNorm) -> None:
-    """Refuse what no batch norm can be computed of; input: (batch, channels, ...)."""
-    batch, _, *rest = input.shape
-    if norm.training and not norm.is_synchronised and batch * elements(tuple(rest)) == 1:
-        raise ValueError(f"{function}: one value per channel has no variance, got {dims_of(input)} in training")
-    if norm.eps < 0 or (norm.training and norm.eps == 0):
-        raise ValueError(f"{function}: eps must be positive, got {norm.eps}")
 
 
 def check_residual(function: str, residual: Tensor, shape: tuple[int, ...]) -> None:

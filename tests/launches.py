@@ -28,7 +28,6 @@ sys.path.append(str(Path(__file__).parents[1]))
 
 import fusedlayers as fl
 from bench import fake_gpu
-from fusedlayers.ops import group_norm, inexact_columns, row_norm
 
 
 class Operators(TorchDispatchMode):
@@ -102,17 +101,6 @@ class Swish(torch.nn.Module):
         return z * torch.sigmoid(self.beta * z)
 
 
-def _norm(function: Callable[..., Tensor], parameters: int, *shape: int) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    """Weights of 1; on a GPU they are looked at once for each version, and here not at all."""
-    inexact_columns._look = lambda *arguments: None
-    row_norm.inexact_for_variances = group_norm.inexact_for_variances = lambda backend, columns, *_: columns
-    shape = shape or (ROWS, WIDTH)
-    tensors = _tensors(shape, *[(shape[1],)] * parameters)
-    with torch.no_grad():
-        tensors[1].fill_(1.0)
-    return function, tensors
-
-
 #: Name -> a call and its tensors.
 CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
     "dense gelu": lambda: _dense(activation="gelu"),
@@ -132,9 +120,6 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
         lambda x, w1, b1, w2, b2: fl.mlp(x, w1, b1, w2, b2, "gelu", save="recompute"),
         _tensors((ROWS, 256), (WIDTH, 256), (WIDTH,), (256, WIDTH), (256,)),
     ),
-    "layer norm": lambda: _norm(lambda x, w, b: fl.layer_norm(x, WIDTH, w, b), 2),
-    "rms norm": lambda: _norm(lambda x, w: fl.rms_norm(x, WIDTH, w, rounds_first=True), 1),
-    "group norm": lambda: _norm(lambda x, w, b: fl.group_norm(x, 32, w, b), 2, 1, WIDTH // 8, 8 * ROWS),
     "gate and product": lambda: (
         lambda gate, up, w: fl.linear(fl.gated_act(gate, up), w),
         _tensors((ROWS, WIDTH), (ROWS, WIDTH), (256, WIDTH)),

@@ -46,7 +46,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_overhead_results_have_everything_a_reader_needs": 0,
         "test_pointwise_compares_bandwidths": 0,
         "test_saved_bytes_of_gelu_halve": 0,
-        "test_whole_models": 0,
     },
     "test_bench_containers": {
         "test_a_run_measures_every_variant": 0,
@@ -139,15 +138,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_training_goes_the_same_way": 1,
         "test_unfuse_restores_the_model": 6,
     },
-    "test_norm": {
-        "test_compiled": 1,
-        "test_compiled_code_keeps_two_buffers_too": 1,
-        "test_compiled_for_every_size": 1,
-        "test_parameters_of_users_may_run_along_any_dimension": 12,
-    },
-    "test_normalised": {
-        "test_a_channel_is_told_only_where_the_error_is_small": 7,
-    },
     "test_plan": {
         "test_under_the_compiler": 1,
     },
@@ -180,10 +170,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_sublinear_plans": {
         "test_plans_keep_what_they_say": 6,
     },
-    "test_synchronised": {
-        "test_one_tensor_is_kept": 0,
-        "test_processes_compute_what_one_does": 1,
-    },
     "test_trace": {
         "test_operations_compute_what_the_function_computes": 10,
     },
@@ -193,7 +179,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_forward": 8,
         "test_gradient_given_the_input": 12,
         "test_gradient_given_the_output": 9,
-        "test_inverse": 6,
         "test_layouts": 5,
         "test_special_float32_numbers": 8,
         "test_two_runs_agree_to_the_last_bit": 1,
@@ -209,7 +194,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_two_runs_agree_to_the_last_bit": 1,
         "test_what_lies_outside_does_not_count": 5,
     },
-    "test_whole_models": {"test_models_save_less_and_compute_the_same": 2},
 }
 
 

@@ -62,17 +62,6 @@ def _packed(m: Any, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return m.down_proj(act(gate) * up)
 
 
-def _norm(m: Any, x: Tensor) -> Tensor:
-    return F.batch_norm(x, m.running_mean, m.running_var, m.weight, m.bias, m.training, m.momentum, m.eps)
-
-
-def _used(norm: Any) -> Any:
-    """A batch norm that has seen a batch."""
-    with torch.no_grad():
-        norm(1 + 2 * torch.randn(100, norm.num_features, 5))
-    return norm.eval()
-
-
 def _rows(x: Tensor) -> int:
     return x.numel() // x.shape[-1]
 
@@ -131,19 +120,6 @@ SUBJECTS: dict[str, Subject] = {
         (30, 12),
         _packed,
         lambda m, x: 2 * 40 * _rows(x),
-    ),
-    "batch norm": Subject(
-        lambda act, **options: fl.FusedBatchNormAct2d(8, act, **options),
-        (4, 8, 9, 9),
-        lambda m, act, x: act(_norm(m, x)),
-        lambda m, x: x.numel(),
-        takes_batches=False,
-    ),
-    "batch norm, evaluating": Subject(
-        lambda act, **options: _used(fl.FusedBatchNormAct1d(8, act, **options)),
-        (4, 8, 50),
-        lambda m, act, x: act(_norm(m, x)),
-        lambda m, x: x.numel(),
     ),
 }
 

@@ -17,7 +17,6 @@ import torch
 import fusedlayers as fl
 from bench import (
     MAIN_FORMAT,
-    contexts,
     conv,
     custom,
     dense,
@@ -27,7 +26,6 @@ from bench import (
     measure,
     mlp,
     models,
-    norm,
     overhead,
     plot,
     pointwise,
@@ -506,45 +504,6 @@ def test_mlp_targets_are_checked() -> None:
     ]
 
 
-# --- norm -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", shapes.DTYPES["cpu"])
-@pytest.mark.parametrize("activation", shapes.NORM_ACTIVATIONS)
-def test_a_batch_norm_and_its_activation_save_as_little_as_they_can(activation: str, dtype: str) -> None:
-    told = activation != "relu" and dtype == "float32"
-    for case in shapes.norm_cases("cpu", (dtype,)):
-        if case.activation != activation:
-            continue
-        work = norm.SUBJECT.build(case, CPU, True)
-        x, parameters, _ = work.operands[1]
-        eager, ours = (
-            layers.saved_bytes(function, x, *parameters) / work.hidden_bytes for _, function in (work.eager, work.ours)
-        )
-        assert math.floor(eager) == (2 if activation == "relu" else 3), case.id
-        # Where a channel's weight is too small its input is kept.
-        assert 1 <= ours < 1.2 if told else ours < 2.05, case.id
-
-
-def test_norm_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
-    case = next(case for case in shapes.norm_cases("cpu") if case.shape.name == "EfficientNet-B0 1x1")
-    result = norm.run([case], CPU, variants=("eager", "fusedlayers"), quick=True, out=tmp_path)
-    assert json.loads((tmp_path / "norm.json").read_text())["cases"] == result["cases"]
-    assert norm.acceptance(result) == ["saved bytes at most eager's: 1 of 1 cases"]
-    assert "EfficientNet-B0 1x1, silu, float32 (1 x 24 x 28 x 28 to 144)" in tables.norm_table(result)
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_the_norm_grid_covers_every_shape_activation_and_dtype(kind: str) -> None:
-    cases = list(shapes.norm_cases(kind))
-    assert len({case.id for case in cases}) == len(cases)
-    assert len(cases) == len(shapes.NORMED) * len(shapes.NORM_ACTIVATIONS) * len(shapes.DTYPES[kind])
-    groups = [case.group for case in cases]
-    assert groups == sorted(groups), "the models' own activations come first"
-    names = {shape.name: shape.activation for shape in shapes.NORMED}
-    assert all(names[row.shape] == row.activation for row in tables.NORM_ROWS)
-
-
 # --- pointwise --------------------------------------------------------------------------------------------------------
 
 
@@ -792,7 +751,7 @@ def test_overhead_acceptance() -> None:
     cases = [
         *(row("small", 1.1, 5.1), row("small", 1.11, 5.0), row("small", 1.11, 5.1)),
         *(row("fused", 1.15, 20.1), row("fused", 1.16, 20.0), row("fused", 1.16, 20.1)),
-        *(row("folded", 9.0, 900.0), row("norm", 9.0, 900.0)),  # of which nothing is promised
+        row("folded", 9.0, 900.0),  # of which nothing is promised
     ]
     assert overhead.acceptance({"cases": cases}) == [
         "small: 1.10x eager, +5.1 us, target at most 1.10x or 5 us: met",
@@ -831,49 +790,6 @@ def of_transformers(test: Callable[..., None]) -> Callable[..., None]:
     quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:transformers")
     is_missing = importlib.util.find_spec("transformers") is None
     return pytest.mark.skipif(is_missing, reason="transformers is not installed")(quiet(test))
-
-
-@of_transformers
-def test_whole_models(tmp_path: Path) -> None:
-    result = models.run(models.cases("cpu"), CPU, quick=True, timed=False, out=tmp_path)
-    assert json.loads((tmp_path / "models.json").read_text())["cases"] == result["cases"]
-    assert result["not_run"] == [] and result["versions"]["transformers"]
-    places = {row["id"]: {name: v.get("places") for name, v in row["variants"].items()} for row in result["cases"]}
-    one, none = {"GELU": 2}, None
-    dense, gated = {"layer_norm": 5, "gelu": 2}, {"gate": 2, "product": 2, "rms_norm": 5}
-    bert = {"eager": none, "activations": one, "fusedlayers": {**dense, "dropout": 5}, "recompute": none}
-    recomputed = {"mlp": 2, "rms_norm": 5}
-    mistral = {"eager": none, "activations": {"SiLU": 2}, "fusedlayers": gated, "recompute": recomputed}
-    vit = {"eager": none, "activations": one, "fusedlayers": dense, "recompute": {"mlp": 2, "layer_norm": 5}}
-    scaled = {"batch_norm": 14, "silu": 20, "product": 7, "gate": 2}
-    assert places == {
-        "bert-base/float32/4": bert,
-        "mistral-1024-wide/float32/1": mistral,
-        "mistral-1024-wide/bfloat16/1": mistral,
-        "vit-b/float32/4": vit,
-        "convnext-t/float32/4": {**bert, "fusedlayers": dense},
-        "resnet-50/float32/4": {**bert, "activations": none, "fusedlayers": none},
-        "efficientnet-b0/float32/4": {**bert, "activations": none, "fusedlayers": scaled},
-        "bert-with-dropouts-narrow/float32/4": bert,
-        "gemma-3-narrow/float32/1": {**_with_norms(mistral, 13), "activations": none},
-        "qwen-3-narrow/float32/1": _with_norms(mistral, 9),
-        "mixtral-narrow/float32/1": {**mistral, "recompute": none},
-        "bert-base/float32/16": bert,
-    }
-    for row in result["cases"]:
-        eager, ours = row["variants"]["eager"], row["variants"]["fusedlayers"]
-        assert eager["saved_bytes"] < eager["peak_bytes"] and row["parameters"] > 0
-        assert ours.get("saved_bytes", 0) <= eager["saved_bytes"]
-        assert "forward_backward" not in eager and row["layers"] is None and row["target"] == {}
-        if row["variants"]["recompute"].get("places"):
-            assert row["variants"]["recompute"]["saved_bytes"] < ours["saved_bytes"]
-    assert result["cases"][5]["variants"]["activations"] == {"skipped": "there is nothing to change"}
-    assert result["cases"][0]["variants"]["recompute"] == {"skipped": "there is no MLP"}
-
-
-def _with_norms(places: dict[str, Any], count: int) -> dict[str, Any]:
-    """The same with so many RMS norms."""
-    return {**places, **{name: {**places[name], "rms_norm": count} for name in ("fusedlayers", "recompute")}}
 
 
 @of_transformers
@@ -965,27 +881,6 @@ def test_models_command_line(
         "eager",
         "recompute",
     ]
-
-
-def test_contexts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """The compiler's aside, which takes minutes a model."""
-    case = dataclasses.replace(contexts.cases()[1], batch=1, small={**models._SMALL_TEXT, "hidden_size": 32})
-    assert [case.model for case in contexts.cases()] == [
-        "EfficientNet-B0",
-        "BERT with dropouts, narrow",
-        "Qwen 3, narrow",
-    ]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(contexts, "cases", lambda: [case])
-        patch.delitem(contexts.CONTEXTS, "compile")
-        assert bench_main(["contexts", "--device", "cpu", "--only", "none"]) == 2
-        assert "bench contexts: no case matches --only 'none'" in capsys.readouterr().out
-        assert bench_main(["contexts", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
-    (row,) = json.loads((tmp_path / "contexts.json").read_text(encoding="utf-8"))["cases"]
-    for name, found in row["contexts"].items():
-        assert 0 < found["fusedlayers"] <= found["eager"], name
-    assert row["contexts"]["plain"]["fusedlayers"] < row["contexts"]["plain"]["eager"]
-    assert row["contexts"]["hooks"]["eager"] >= row["contexts"]["plain"]["eager"]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

@@ -231,11 +231,11 @@ def test_the_overview_has_the_parts_of_the_devices_with_most(tmp_path: Path) -> 
     assert "`python -m bench dense` makes one" in report.fill(text, tmp_path).split("bench:overview")[1]
     a_committed_run(tmp_path)
     a_committed_run(tmp_path, kind="cuda")
-    row = {"group": "model", "shape": "LLaMA-7B", "activation": "llama's norm", "dtype": "float32"}
+    row = {"group": "model", "shape": "LLaMA-7B", "activation": "silu", "dtype": "float32"}
     row["variants"] = {"eager": measured(2000.0, 1.0, 16), "fusedlayers": measured(1.0, 0.5, 8)}
-    (tmp_path / "cpu" / "parts.json").write_text(json.dumps(a_run([row])))
+    (tmp_path / "cpu" / "mlp.json").write_text(json.dumps(a_run([row])))
     device = {"kind": "cpu", "name": "Other", "slug": "other"}
-    commit({**a_run([row]), "date": "2040-01-01", "device": device}, "parts", tmp_path)
+    commit({**a_run([row]), "date": "2040-01-01", "device": device}, "mlp", tmp_path)
     filled = report.fill(text, tmp_path).split("<!-- bench:overview -->")[1]
     assert "Other" not in filled
     lines = filled.strip().splitlines()
@@ -244,7 +244,7 @@ def test_the_overview_has_the_parts_of_the_devices_with_most(tmp_path: Path) -> 
     assert lines[2].endswith("| GPU: PyTorch | GPU: **here** | CPU: PyTorch | CPU: **here** |")
     assert lines[4].startswith("| Linear + GELU: BERT-base |")
     assert lines[4].endswith("| 12.0, 12.3 ms | **6.0**, **0.73x** |")
-    assert lines[5] == "| RMS norm as in transformers: LLaMA-7B | - | - | 16.0, 2 ms | **8.0**, **0.50x** |"
+    assert lines[5] == "| gated MLP, SiLU: LLaMA-7B | - | - | 16.0, 2 ms | **8.0**, **0.50x** |"
 
 
 def test_the_peers_table(tmp_path: Path) -> None:
@@ -295,14 +295,6 @@ def test_the_recipes_table(tmp_path: Path) -> None:
         in lines
     )
     assert "| BERT, float32 | 40 | **30** (0.75x) |" in lines
-
-
-def test_the_contexts_table(tmp_path: Path) -> None:
-    contexts = {name: {"eager": 20 << 20, "fusedlayers": (20 - i) << 20} for i, name in enumerate(tables.CONTEXTS)}
-    row = {"id": "bert/float32/4", "model": "BERT", "layers": None, "input": [4, 256], "contexts": contexts}
-    lines = table_of("contexts", a_run([row]), tmp_path)
-    cells = [f"20.0, **{20 - i}.0** ({-5 * i:+d} %)" for i in range(5)]
-    assert lines[4] == f"| BERT (4 x 256) | {' | '.join(cells)} |"
 
 
 def test_the_fit_table(tmp_path: Path) -> None:

@@ -1509,12 +1509,10 @@ def test_a_resnet_keeps_little_more_than_with_relu(name: str) -> None:
     for key, make in {
         "relu": lambda c: BatchNormAct(c, nn.ReLU()),
         "by itself": lambda c: BatchNormAct(c, Fused(ACTIVATIONS[name](c))),
-        "with batch norm": lambda c: fl.FusedBatchNormAct2d(c, ACTIVATIONS[name](c)),
     }.items():
         net = nn.Sequential(*resnet(18, make, widths=(8, 8, 16, 16), classes=10, is_small=True))
         saved[key] = saved_bytes(net, images, exclude=[images, *net.buffers()])
     assert saved["by itself"] <= 1.6 * saved["relu"]
-    assert saved["with batch norm"] <= 1.1 * saved["relu"]
 
 
 @every_float

@@ -159,21 +159,10 @@ def _norms_fused_in_ddp(x: Tensor) -> nn.Module:
     return model
 
 
-def _synchronised_norms(x: Tensor) -> nn.Module:
-    """Statistics are those of the whole batch."""
-    model = of_norms()
-    for at, activation in ((1, "silu"), (4, "relu")):
-        norm: Any = model[at]
-        model[at], model[at + 1] = fl.FusedBatchNormAct2d.from_modules(norm, activation), nn.Identity()
-        model[at].process_group = dist.group.WORLD  # type: ignore[assignment]
-    return DDP(model)
-
-
 NORMS: dict[str, Callable[[Tensor], nn.Module]] = {
     PLAIN: lambda x: DDP(of_norms()),
     "fuse, then wrap": _fused_norms,
     "wrap, then fuse": _norms_fused_in_ddp,
-    "synchronised": _synchronised_norms,
 }
 
 
@@ -292,10 +281,9 @@ def _wrong(found: dict[tuple[str, str], Found], count: int) -> Iterator[str]:
 
     torchs = found["norms", PLAIN]
     exact = _second_step_in_one_process(of_norms(), images().chunk(count))
-    of_whole_batch = _second_step_in_one_process(of_norms(), [images()])
     for kind in NORMS.keys() - {PLAIN}:
         ours = found["norms", kind]
-        errors = _errors(ours, of_whole_batch if kind == "synchronised" else exact)
+        errors = _errors(ours, exact)
         if not _are_as_exact(errors, _errors(torchs, exact)):
             yield f"norms, {kind}: errors {errors}, torch's {_errors(torchs, exact)}"
         if ours.saved_bytes >= torchs.saved_bytes:

@@ -44,13 +44,6 @@ CALLS: dict[str, tuple[Callable[[str], Tensor], str]] = {
     ),
     "conv": (lambda save: fl.conv_bias_act(IMAGE, KERNEL, None, "silu", save=save), "conv_bias_act: its silu output"),
     "bias_act": (lambda save: fl.bias_act(X, None, "mish", save=save), "bias_act: its mish output"),
-    "layer_norm": (lambda save: fl.layer_norm(X, 32, save=save), "layer_norm: its output"),
-    "rms_norm": (lambda save: fl.rms_norm(X, 32, save=save), "rms_norm: its output"),
-    "group_norm": (lambda save: fl.group_norm(IMAGE, 2, save=save), "group_norm: its output"),
-    "batch_norm": (
-        lambda save: fl.FusedBatchNormAct2d(4, SLOPED, save=save)(torch.cat([IMAGE] * 32)),
-        "FusedBatchNormAct2d: its leaky_relu(negative_slope=0.2) output",
-    ),
 }
 
 

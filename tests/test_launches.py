@@ -28,9 +28,6 @@ LAUNCHES = {
     "scalar parameter": (3, 4),
     "mlp": (3, 7),
     "mlp, recomputing": (3, 9),
-    "layer norm": (1, 2),
-    "rms norm": (1, 2),
-    "group norm": (1, 4),
     "gate and product": (2, 5),
     "gated mlp": (4, 8),
 }
@@ -59,9 +56,8 @@ def test_launches(measured: dict[str, Any]) -> None:
     counts = {name: (_launches(found["forward"]), _launches(found["backward"])) for name, found in measured.items()}
     more = {name: found for name, found in counts.items() if any(map(int.__gt__, found, LAUNCHES[name]))}
     assert more == {}, LAUNCHES
-    # A driver that is asked for nothing would count nothing. Two forward passes are torch's.
-    ours = [found for name, found in measured.items() if not name.startswith(("layer norm", "group norm"))]
-    assert all(sum(found["forward"]["kernels"].values()) >= 1 for found in ours)
+    # A driver that is asked for nothing would count nothing.
+    assert all(sum(found["forward"]["kernels"].values()) >= 1 for found in measured.values())
 
 
 def test_launches_that_are_kept_are_tritons(measured: dict[str, Any]) -> None:
@@ -86,7 +82,5 @@ def test_scratch(measured: dict[str, Any]) -> None:
     buffers |= {"dense gelu": (0, 1), "dense relu": (0, 1)}  # y, over which dz is written
     for name, found in measured.items():
         in_forward, in_backward = buffers.get(name, (0, 0))
-        if name.startswith(("layer", "rms")):  # 512 programs have a row of sums each
-            in_backward = 0.51
         assert found["forward"]["scratch_bytes"] <= (in_forward + 0.001) * hidden, name
         assert found["backward"]["scratch_bytes"] <= (in_backward + 0.01) * hidden, name

@@ -50,16 +50,8 @@ KINDS = {
     "conv 1d": Kind(fl.FusedConvAct1d, nn.Conv1d, (6, 8, 3), {"stride": 2, "padding_mode": "circular"}, (4, 6, 30)),
     "conv 2d": Kind(fl.FusedConvAct2d, nn.Conv2d, (6, 8, (3, 1)), {"padding": "same", "groups": 2}, (4, 6, 9, 8)),
     "conv 3d": Kind(fl.FusedConvAct3d, nn.Conv3d, (6, 8, 2), {"dilation": 2, "bias": False}, (4, 6, 5, 5, 4)),
-    "norm 1d": Kind(fl.FusedBatchNormAct1d, nn.BatchNorm1d, (6,), {"momentum": None}, (60, 6)),
-    "norm 2d": Kind(fl.FusedBatchNormAct2d, nn.BatchNorm2d, (6,), {"eps": 1e-3}, (4, 6, 5, 8)),
-    "norm 3d": Kind(fl.FusedBatchNormAct3d, nn.BatchNorm3d, (6,), {"affine": False}, (4, 6, 3, 5, 4)),
-    "norm, no statistics": Kind(
-        fl.FusedBatchNormAct2d, nn.BatchNorm2d, (6,), {"track_running_stats": False}, (4, 6, 5, 8)
-    ),
 }
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
-NORMS = {name: kind for name, kind in KINDS.items() if issubclass(kind.torchs, _NormBase)}
-every_norm = pytest.mark.parametrize("kind", NORMS.values(), ids=NORMS)
 
 
 @pytest.fixture(autouse=True)
@@ -96,9 +88,9 @@ def _assert_computes(layer: Any, plain: Any, x: Tensor) -> None:
 def test_they_are_none_of_torchs_layers(kind: Kind) -> None:
     layer = kind.fused()
     assert not isinstance(layer, (nn.Linear, _ConvNd, _NormBase))
-    (types,) = (t for t in (fl.LINEAR_TYPES, fl.CONV_TYPES, fl.NORM_TYPES) if issubclass(kind.torchs, t))
+    (types,) = (t for t in (fl.LINEAR_TYPES, fl.CONV_TYPES) if issubclass(kind.torchs, t))
     assert isinstance(layer, types) and isinstance(kind.plain(), types)
-    others = {fl.LINEAR_TYPES, fl.CONV_TYPES, fl.NORM_TYPES} - {types}
+    others = {fl.LINEAR_TYPES, fl.CONV_TYPES} - {types}
     assert not any(isinstance(layer, other) for other in others)
 
 
@@ -217,67 +209,6 @@ def test_exchanging_layers_by_class_leaves_ours() -> None:
     _exchange(model)
     left = list(model.modules())
     assert all(layer in left for layer in layers) and len(left) == len(layers) + 5
-
-
-@every_norm
-def test_converting_to_synchronised_norms_leaves_ours(kind: Kind) -> None:
-    model = nn.Sequential(kind.fused(), kind.plain())
-    layer, converted = model[0], nn.SyncBatchNorm.convert_sync_batchnorm(model)
-    assert converted[0] is layer and isinstance(converted[1], nn.SyncBatchNorm)
-    assert nn.SyncBatchNorm.convert_sync_batchnorm(layer) is layer
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
-def test_folding_norms_into_convolutions_leaves_ours() -> None:
-    from torch.fx.experimental.optimization import fuse
-
-    norm = fl.FusedBatchNormAct2d(8, "silu")
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), norm, fl.FusedConvAct2d(8, 8, 3, "silu"), nn.BatchNorm2d(8)).eval()
-    x = torch.randn(2, 4, 9, 9)
-    with torch.no_grad():
-        for inner in (norm, model[3]):
-            inner.running_mean.normal_()  # type: ignore[union-attr, operator]
-        torch.testing.assert_close(fuse(copy.deepcopy(model))(x), model(x))
-
-
-# --- batch norms ------------------------------------------------------------------------------------------------------
-
-
-@every_norm
-@pytest.mark.parametrize("version", [None, 1, 2])
-@pytest.mark.parametrize("meta", [False, True], ids=["cpu", "meta"])
-def test_old_checkpoints_load_as_in_torch(kind: Kind, version: int | None, meta: bool) -> None:
-    found = []
-    for make in (kind.fused, kind.plain):
-        layer = make()
-        layer(kind.input())
-        state = layer.state_dict()
-        state.pop("num_batches_tracked", None)
-        state._metadata[""] = {} if version is None else {"version": version}
-        fresh = make(device="meta") if meta else make()
-        for tensor in [] if meta else fresh.buffers():
-            tensor.fill_(7)
-        try:
-            fresh.load_state_dict(state, assign=meta)
-            found.append(
-                {name: float(tensor.sum()) for name, tensor in fresh.state_dict().items() if tensor.dim() == 0}
-            )
-        except RuntimeError as error:
-            found.append({"missing": str(error).count("num_batches_tracked")})
-    assert found[0] == found[1]
-    if kind.options.get("track_running_stats", True):
-        assert found[0] == ({"missing": 1} if version == 2 else {"num_batches_tracked": 0 if meta else 7})
-
-
-@every_norm
-def test_statistics_are_forgotten(kind: Kind) -> None:
-    layer = kind.fused()
-    before = copy.deepcopy(layer.state_dict())
-    layer(kind.input())
-    counts = layer.num_batches_tracked
-    assert counts is None or int(counts) == 1
-    layer.reset_running_stats()
-    torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
 
 
 # --- copies -----------------------------------------------------------------------------------------------------------

@@ -266,10 +266,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "fused mlp": lambda: (fl.FusedMLP(IN, OUT), torch.randn(ROWS, IN)),
     "fused gated": lambda: (fl.FusedGatedMLP(IN, OUT), torch.randn(ROWS, IN)),
     "recomputed": lambda: (fl.FusedMLP(IN, OUT, save="recompute"), torch.randn(ROWS, IN)),
-    "fused norm": lambda: (
-        nn.Sequential(nn.Conv2d(8, 16, 3), fl.FusedBatchNormAct2d(16, "silu"), nn.Conv2d(16, 8, 1)),
-        torch.randn(8, 8, 16, 16),
-    ),
     "checkpoints": lambda: (Twice(False), torch.randn(ROWS, IN)),
 }
 

@@ -114,14 +114,6 @@ def test_its_repr_says_what_is_saved(arguments: tuple[object, ...], said: str) -
             lambda: fl.FusedConvAct1d(3, "silu", 3),
             "FusedConvAct1d: out_channels must be an int, got str: 'silu'",
         ),
-        (
-            lambda: fl.FusedBatchNormAct2d("silu", 64),
-            "FusedBatchNormAct2d: num_features must be an int, got str: 'silu'",
-        ),
-        (
-            lambda: fl.FusedGroupNormAct(8, "silu"),
-            "FusedGroupNormAct: num_channels must be an int, got str: 'silu'",
-        ),
     ],
 )
 def test_arguments_that_slipped_are_named(make: Any, words: str) -> None:

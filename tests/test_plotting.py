@@ -131,7 +131,6 @@ ACTIVATIONS = [
     torch.abs,
     nn.PReLU(),
     nn.LeakyReLU(-0.3),
-    fl.FusedBatchNormAct2d(8, "silu"),
 ]
 
 

@@ -47,10 +47,6 @@ CALLS: dict[str, tuple[Callable[[], Tensor], str | None]] = {
     "mlp_gelu": (lambda: fl.mlp(X, W, B, DOWN, None, "gelu"), "MLP"),
     "gated_mlp_silu": (lambda: fl.gated_mlp(X, W, B, W, B, DOWN, None, "silu"), "MLP"),
     "gated_relu": (lambda: fl.gated_act(X, X * 2, "relu"), "GatedAct"),
-    "batch_norm_celu": (lambda: fl.FusedBatchNormAct2d(4, "celu")(torch.cat([IMAGE] * 32)), "NormAct"),
-    "layer_norm": (lambda: fl.layer_norm(X, 32, save="output"), "_RowNorm"),
-    "rms_norm": (lambda: fl.rms_norm(X, 32, save="output"), "_RowNorm"),
-    "group_norm": (lambda: fl.group_norm(IMAGE, 2, save="output"), "_GroupNorm"),
 }
 
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import sizes
 from fusedlayers.memory import saved_bytes
 
 EACH = 50
@@ -26,12 +25,6 @@ DRAWS = 8
 SLOPES_ERR = 6.0
 #: What a training step computes, by name.
 Found = dict[str, Tensor]
-
-
-@pytest.fixture(autouse=True)
-def small_norms_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sizes, "LAYER_NORM_BYTES", 1 << 10)
-    monkeypatch.setattr(sizes, "GROUP_NORM_BYTES", 1 << 10)
 
 
 @pytest.fixture(autouse=True)

@@ -133,10 +133,6 @@ FUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
         lambda: [fl.FusedConvAct2d(8, 8, 3, padding=1, activation="gelu") for _ in range(4)],
         (4, 8, 16, 16),
     ),
-    "batch norm": (
-        lambda: [m for _ in range(3) for m in (nn.Conv2d(8, 8, 3), fl.FusedBatchNormAct2d(8, "silu"))],
-        (8, 8, 16, 16),
-    ),
 }
 
 

@@ -23,16 +23,11 @@ OTHERS = r"^torch\.jit\.script: {} runs Python code .*; use torch\.compile or to
 MODULES: list[Callable[[], nn.Module]] = [
     lambda: fl.FusedDenseAct(8, 16, "gelu"),
     lambda: fl.FusedConvAct2d(3, 4, 3),
-    lambda: fl.FusedBatchNormAct2d(3),
-    lambda: fl.FusedGroupNormAct(1, 4),
     lambda: fl.FusedMLP(8, 16),
     lambda: fl.FusedGatedMLP(8, 16),
     fl.GELU,
     fl.LeakyReLU,
     fl.Dropout,
-    lambda: fl.LayerNorm(8),
-    lambda: fl.RMSNorm(8),
-    lambda: fl.GroupNorm(2, 4),
     lambda: fl.SublinearSequential(nn.Linear(8, 8)),
 ]
 

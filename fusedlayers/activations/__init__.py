@@ -2,7 +2,6 @@
 
 from . import builtin as _builtin  # fills the table
 from .free_variables import must_call_reason
-from .inverse_error import InverseError, measure_inverse_error
 from .lookup import activation_of_module, resolve
 from .record import (
     DTYPES,
@@ -22,14 +21,12 @@ __all__ = [
     "FLOAT64_IS_TORCHS",
     "KEPT_BY_TORCH",
     "Activation",
-    "InverseError",
     "Row",
     "Saved",
     "WithOperands",
     "activation",
     "activation_of_module",
     "activations",
-    "measure_inverse_error",
     "must_call_reason",
     "register",
     "register_stand_in",

@@ -289,7 +289,7 @@ class Activation:
 
     @property
     def has_inverse(self) -> bool:
-        """Whether the output determines the input. ``measure_inverse_error`` says how well."""
+        """Whether the output determines the input."""
         return self._row.inverse is not None
 
     def input_given_output(self, y: Tensor, dtype: torch.dtype, marked: Tensor | None = None) -> Tensor:

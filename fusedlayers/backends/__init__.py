@@ -13,14 +13,12 @@ from torch import dtype as torch_dtype
 from ..activations import FLOAT64_IS_TORCHS, Activation
 from . import cpu, gpu_settings
 from . import torch as reference
-from .base import Backend, GradientRequest, InputPasses, NormPasses
+from .base import Backend, GradientRequest
 
 __all__ = [
     "DEVICES",
     "Backend",
     "GradientRequest",
-    "InputPasses",
-    "NormPasses",
     "choose",
     "no_triton_because",
     "slow_on",
@@ -48,16 +46,14 @@ def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
     return reference
 
 
-def slow_on(device: torch_device, dtype: torch_dtype, activation: Activation | None) -> str | None:
-    """Why layers on a device leave an activation, or without one a norm, to PyTorch although its output would do, as
-    far as that shows before code is built; or None."""
+def slow_on(device: torch_device, dtype: torch_dtype, activation: Activation) -> str | None:
+    """Why layers on a device leave an activation to PyTorch although its output would do, as far as that shows before
+    code is built; or None."""
     if dtype is float64:
         return FLOAT64_IS_TORCHS
-    if device.type not in DEVICES or (activation is not None and activation.output_refusal(dtype) is not None):
+    if device.type not in DEVICES or activation.output_refusal(dtype) is not None:
         return None
     backend = choose(empty(0, dtype=dtype, device=device), activation)
-    if activation is None:
-        return backend.row_norm_slow_because(dtype, may_build=False)
     return backend.slow_because(activation, dtype, may_build=False)
 
 

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, is_traceable_wrapper_subclass
-from ..nn.batch_norm import NORM_TYPES
 from ..utils.module_state import Attributes
 from .free_state import FreeState
 from .generators import GENERATORS, Generator
@@ -242,7 +241,7 @@ def _buffers_of(modules: Iterable[nn.Module]) -> list[_Buffer]:
 def _writes_unread(module: nn.Module) -> bool:
     """Torch's batch norms, and ours, do not read in training what they write; a class derived from them may."""
     return (
-        isinstance(module, (NormBase, *NORM_TYPES))
+        isinstance(module, NormBase)
         and module.training
         and type(module).forward.__module__.startswith(("torch.nn.", "fusedlayers."))
     )

@@ -1,19 +1,20 @@
 """Batch norms that can be inverted: they save the mean and the deviation of the batch, two numbers for each channel.
 
 With an invertible activation after it this is the pair of Rota Bulo et al. 2018, "In-Place Activated BatchNorm for
-Memory-Optimized Training of DNNs", as two modules of a chain; ``ops/batch_norm.py`` has it as one layer. The inverse
-divides by the weight, so that small weights amplify rounding.
+Memory-Optimized Training of DNNs", as two modules of a chain. The inverse divides by the weight, so that small weights
+amplify rounding.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..backends.operations import BatchNorm
+from .._torch import batch_norm_with_statistics
 from ..utils.layout import along
-from ..validation import check_statistics
 from .module import InvertibleModule
 from .orthogonal import at_least
 
@@ -30,9 +31,22 @@ class _InvertibleBatchNorm(InvertibleModule):
     def function(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._check_input_dim(x)
         w = None if self.weight is None else at_least(self.weight, self.least_weight)
-        norm = BatchNorm.of(self, x.dim())
-        check_statistics(type(self).__name__, x, norm)
-        return norm.with_statistics(x, w, self.bias)
+        mean, var, part = self.running_mean, self.running_var, self.momentum or 0.0
+        if not self.training and mean is not None:
+            y = F.batch_norm(x, mean, var, w, self.bias, False, 0.0, self.eps)
+            return y, mean.clone(), (var + self.eps).rsqrt_()
+        if x.numel() == x.shape[1]:
+            raise ValueError(f"{type(self).__name__}: one value per channel has no variance, got {tuple(x.shape)}")
+        if not (self.training and self.track_running_stats):
+            mean = var = None
+        elif self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            part = 1 / float(self.num_batches_tracked) if self.momentum is None else part
+        # What F.batch_norm calls, which keeps the statistics to itself.
+        y, mean, inverse_std, *_ = batch_norm_with_statistics(
+            x, w, self.bias, mean, var, True, part, self.eps, torch.backends.cudnn.enabled
+        )
+        return y, mean, inverse_std
 
     def inverse(self: Any, y: Tensor, mean: Tensor | None = None, inverse_std: Tensor | None = None) -> Tensor:
         if mean is None or inverse_std is None:  # the module is reversed

@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ..activations import Activation, measure_inverse_error, resolve
+from ..activations import Activation, resolve
 from ..activations.free_variables import find_variables
 from ..call import with_operands
 from ..functional import bias_act
 from ..memory import saved_bytes
-from ..nn.base import FusedAct, WithActivation
-from ..nn.batch_norm import NORM_TYPES, FusedBatchNormAct1d, FusedBatchNormAct2d
+from ..nn.base import WithActivation
 from ..nn.conv import CONV_TYPES
 from ..nn.dense import LINEAR_TYPES
 from ..nn.mlp import FusedBlock, FusedGatedMLP
-from ..ops.batch_norm import WORTH_IT
-from ..plan import describe, save_beside_input
+from ..plan import describe
 from ..sizes import SMALL_BYTES
 from ..utils.isolation import in_clean_state
 from ..utils.reports import DrawnReport, NothingToDrawError
@@ -120,8 +118,8 @@ def explain(activation: object) -> Explanation | ModelExplanation:
 
     Args:
         activation: as for ``fusedlayers.dense_bias_act``: a name, a module, any callable. Or a fused layer or block,
-            for what it keeps, and its own activation; of a batch norm it is said what that keeps with the activation.
-            Or a model, for a table of its fused places and of what each keeps.
+            for what it keeps, and its own activation. Or a model, for a table of its fused places and of what each
+            keeps.
 
     Raises:
         ValueError, TypeError: as ``fusedlayers.dense_bias_act``, for what is not an activation.
@@ -133,7 +131,7 @@ def explain(activation: object) -> Explanation | ModelExplanation:
     if isinstance(activation, nn.Module) and is_model(activation):
         return explain_model(activation)
     layer = activation if isinstance(activation, WithActivation) else None
-    if layer is None and isinstance(activation, (*LINEAR_TYPES, *CONV_TYPES, *NORM_TYPES)):
+    if layer is None and isinstance(activation, (*LINEAR_TYPES, *CONV_TYPES)):
         raise TypeError(
             f"explain: {type(activation).__name__} is a layer without an activation; pass an activation, a layer with "
             "one, or a model that fuse has changed"
@@ -147,12 +145,6 @@ def explain(activation: object) -> Explanation | ModelExplanation:
         again = layer.save == "recompute"
         verb = "computes its input again" if again else "keeps its input"
         reason = f"the layer {verb}, which determines the derivative"
-    if _is_norm(layer) and measure_inverse_error(record, torch.float32) is not None:
-        reason += (
-            "; a batch norm in float32 keeps its input too, of channels where rounding of the output would show in "
-            "gradients: whose weight is small or much smaller than the bias, or with values far out where the "
-            f"activation is flat; and small inputs, of less than {WORTH_IT} numbers, as they are"
-        )
     cpu = torch.device("cpu")  # where all is measured
     bytes_, accuracy = {}, {}
     for dtype in DTYPES:
@@ -236,17 +228,15 @@ def _errors(record: Activation, z: Tensor, layer: WithActivation | None) -> tupl
     """The derivative in float64; and how far from it are the layer's, PyTorch's, and itself rounded to z's dtype."""
     function, activation = _in_dtype(record, z.dtype)
     exact = _derivative(_in_dtype(record, torch.float64)[0], z.double())
-    here = _derivative(functools.partial(_applied, activation, _save(record, z.dtype, layer)), z)
+    here = _derivative(functools.partial(_applied, activation, _save(layer)), z)
     slopes = here, _derivative(function, z), exact.to(z.dtype)
     return exact, [(slope.double() - exact).abs() for slope in slopes]
 
 
-def _save(record: Activation, dtype: torch.dtype, layer: WithActivation | None) -> str:
+def _save(layer: WithActivation | None) -> str:
     """What of ``bias_act`` has the derivative that the layer has."""
     if layer is None or layer.save != "auto":
         return "auto" if layer is None else layer.save
-    if _is_norm(layer) and measure_inverse_error(record, dtype) is None:
-        return save_beside_input(record, dtype)
     return "input" if isinstance(layer, FusedGatedMLP) else "auto"
 
 
@@ -261,22 +251,11 @@ def _measure(
     here, eager, floor = ((float(error[real].norm()) / scale, float(error[real].max())) for error in errors)
 
     function, activation = _in_dtype(record, dtype)
-    fused = functools.partial(_applied, activation, _save(record, dtype, layer))
-    layers: tuple[Callable[[Tensor], Tensor], ...] = (function, fused)
-    if isinstance(layer, FusedAct) and _is_norm(layer):
-        kind = FusedBatchNormAct2d if len(shape) == 4 else FusedBatchNormAct1d
-        norm = kind.torchs(shape[1], dtype=dtype)
-        if layer.weight is not None and not layer.weight.is_meta:
-            # The layer's own channels, repeated.
-            with torch.no_grad():
-                for own, parameter in ((norm.weight, layer.weight), (norm.bias, layer.bias)):
-                    own.copy_(parameter.repeat(-(-shape[1] // len(parameter)))[: shape[1]])
-        fused_norm = kind.from_modules(norm, activation, save=layer.save)
-        layers = (lambda z: function(norm(z))), fused_norm
+    fused = functools.partial(_applied, activation, _save(layer))
     if isinstance(layer, FusedBlock):
         kept = _kept_by_block(layer, function, activation, z.flatten(0, -2), dtype)
     else:
-        kept = tuple(_kept_bytes(f, z, dtype) / z.numel() for f in layers)
+        kept = tuple(_kept_bytes(f, z, dtype) / z.numel() for f in (function, fused))
     return (kept[0], kept[1]), Accuracy(*here, *eager, floor[0])
 
 
@@ -291,10 +270,6 @@ def _kept_by_block(
         saved_bytes(f, x, exclude=[block, x]) / hidden.numel()
         for f in (functools.partial(block.by_calls, function=function), block)
     )
-
-
-def _is_norm(layer: WithActivation | None) -> bool:
-    return isinstance(layer, NORM_TYPES)
 
 
 def _applied(activation: object, save: str, z: Tensor) -> Tensor:

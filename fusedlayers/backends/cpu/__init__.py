@@ -21,9 +21,6 @@ from .elementwise import (
     gradient_kernel,
     inverse,
 )
-from .group_norm import group_norm_gradient
-from .norm import input_passes, norm_passes
-from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
@@ -37,16 +34,9 @@ __all__ = [
     "gate",
     "gate_gradient",
     "gradient",
-    "group_norm_gradient",
-    "inexact_columns",
-    "input_passes",
     "inverse",
-    "norm_passes",
     "rms_norm",
     "rms_norm_gradient",
-    "row_norm",
-    "row_norm_gradient",
-    "row_norm_slow_because",
     "slow_because",
 ]
 

@@ -206,21 +206,6 @@ def formula_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
     return Kernel(dtype, (function[0], fitted.margin), is_from_output=True)
 
 
-def input_kernel(activation: Activation, dtype: torch.dtype) -> Kernel | None:
-    """The kernel for outputs, without a branch, and for derivatives from inputs; for the identity, that of a batch norm
-    alone, in float32: ATen takes 0.7 to 0.9 ns an element, and the passes 0.3 (Intel Xeon, two threads)."""
-    if activation.operand_dims or not loops.serve(dtype):
-        return None
-    if activation.is_identity:
-        return Kernel(dtype, ("leaky_relu", 1.0)) if dtype.itemsize == 4 else None  # of slope 1, the identity
-    function = loops.function_of(activation)
-    if function is not None and (activation.native.is_piecewise or dtype.itemsize == 4):
-        return Kernel(dtype, function)
-    if dtype.itemsize == 4:
-        return None
-    return Kernel(dtype, values=_values(activation, dtype, False), slopes=_slopes(activation, dtype, "input"))
-
-
 @functools.lru_cache(KERNELS)
 def gate_kernel(activation: Activation, dtype: torch.dtype, *, gradient: bool) -> Kernel | None:
     """The kernel for gates of a dtype, or for their gradients."""

@@ -18,8 +18,6 @@
 /* Numbers that a task takes: TILE columns of ROWS rows, a PIECE of a long row, or a RUN of short ones in each of PERIODS
    images. */
 enum { BLOCK = 256, LANES = 8, TILE = 2048, ROWS = 32, PIECE = 16384, RUN = 4096, PERIODS = 8 };
-/* Of how many numbers of a channel the mean is taken to be near the channel's. */
-enum { SAMPLE = 16 };
 /* Bytes ahead of which lines are fetched that will be written only. */
 enum { AHEAD = 2048 };
 #define EACH _Pragma("omp simd") for (int i = 0; i < BLOCK; i++)
@@ -65,7 +63,6 @@ typedef struct {
   mark mark;
   table table;
   fold_table slope, inverse;
-  const float *inverse_and_slope; /* the cubics of both, side by side, or NULL */
   const uint16_t *values; /* 16 bits: the stored output for every input */
   const float *outputs;   /* 16 bits: the same, neither marked nor rounded */
   const float *slopes;    /* 16 bits: the derivative for every saved number, or NULL: by the function */
@@ -150,32 +147,6 @@ static void cubics_at(const float *cubics, const int32_t *at, const float *place
   float c[4 * BLOCK];
   for (int i = 0; i < BLOCK; i++) memcpy(c + 4 * i, cubics + at[i], 16);
   EACH found[i] = c[4 * i] + place[i] * (c[4 * i + 1] + place[i] * (c[4 * i + 2] + place[i] * c[4 * i + 3]));
-#endif
-}
-
-/* Two cubics at a place, whose coefficients lie side by side: those of one interval begin at ``2 * at[i]``. */
-static void pairs_at(const float *cubics, const int32_t *at, const float *place, float *first, float *second) {
-#if defined(__AVX__)
-  for (int i = 0; i < BLOCK; i += 8) {
-    const __m256 x = _mm256_loadu_ps(place + i);
-    __m256 half[2]; /* both cubics of four places each */
-    for (int h = 0; h < 2; h++) {
-      __m256 row[4], c[4];
-      for (int j = 0; j < 4; j++) row[j] = _mm256_loadu_ps(cubics + 2 * at[i + 4 * h + j]);
-      transpose(row, c);
-      half[h] = cubic(c, h == 0 ? _mm256_permute2f128_ps(x, x, 0x00) : _mm256_permute2f128_ps(x, x, 0x11));
-    }
-    _mm256_storeu_ps(first + i, _mm256_permute2f128_ps(half[0], half[1], 0x20));
-    _mm256_storeu_ps(second + i, _mm256_permute2f128_ps(half[0], half[1], 0x31));
-  }
-#else
-  float c[8 * BLOCK];
-  for (int i = 0; i < BLOCK; i++) memcpy(c + 8 * i, cubics + 2 * at[i], 32);
-  EACH {
-    const float *a = c + 8 * i, *b = a + 4, x = place[i];
-    first[i] = a[0] + x * (a[1] + x * (a[2] + x * a[3]));
-    second[i] = b[0] + x * (b[1] + x * (b[2] + x * b[3]));
-  }
 #endif
 }
 
@@ -525,25 +496,6 @@ static void invert(const kernel *k, const float *y, float *z) {
   EACH z[i] += y[i];
 }
 
-/* And the derivative, whose cubics lie beside those of the inverse. */
-static void invert_both(const kernel *k, const float *y, float *z, float *slope) {
-  int32_t index[BLOCK];
-  float place[BLOCK];
-  intervals(&k->inverse, y, index, place);
-  pairs_at(k->inverse_and_slope, index, place, z, slope);
-  EACH z[i] += y[i];
-}
-
-/* Inputs of functions without a fold. */
-static void invert_formula(const kernel *k, const float *y, float *z) {
-  const float p = k->parameter, inverse = 1.0f / p;
-  if (k->function == LEAKY_RELU) EACH z[i] = y[i] > 0.0f ? y[i] : y[i] * inverse;
-  if (k->function == ELU) EACH {
-    float log = log1p_(y[i] > 0.0f ? 0.0f : y[i] * inverse);
-    z[i] = y[i] > 0.0f ? y[i] : log;
-  }
-}
-
 /* The derivative of hardswish from y = z (z + 3) / 6, a parabola between its kinks: with d, the distance from its
    minimum less what the mark moves outputs by (``FoldedDerivative.margin``), (2z + 3) / 6 = sqrt(2d / 3). Of z <= -3 it
    is -0. */
@@ -581,26 +533,22 @@ static void slopes_by_formula(const kernel *k, const float *y, float *slope) {
 
 /* --- passes --------------------------------------------------------------------------------------------------------- */
 
-/* What a pass finds out along the channels besides what it writes: sums, or the smallest and the largest number. */
-enum finds { NOTHING, SUMS, RANGE };
-
 typedef struct {
   const kernel *k;
   const char *in[3];
   char *out[2];
   const int64_t *gaps; /* bytes between the rows of each in and out, or NULL where there are none */
-  const float *vector[3]; /* numbers along the channels, or NULL */
-  int finds;
-  int finds_in_float32; /* or in the kernel's dtype */
-  float rest;           /* the part that a dropout keeps */
-  int keeps_bit;        /* whether its outputs carry the branch */
-  float *partial[2];
+  const float *bias;   /* along the channels, or NULL */
+  int sums;            /* whether it sums along the channels what it writes */
+  float rest;          /* the part that a dropout keeps */
+  int keeps_bit;       /* whether its outputs carry the branch */
+  float *partial;
 } pass;
 
 /* The same for the channels of a block. */
 typedef struct {
-  const float *vector[3]; /* as many numbers as the block has, or NULL */
-  float *found[2];        /* BLOCK numbers each, of which a block of n updates the first n */
+  const float *bias; /* as many numbers as the block has, or NULL */
+  float *sum;        /* BLOCK numbers, of which a block of n updates the first n */
 } channels;
 
 /* A block of n <= BLOCK numbers from ``at`` on. */
@@ -645,7 +593,7 @@ static const float *pre_activation(const pass *p, int64_t at, int n, const float
 
 static void forward_step(const pass *p, int64_t at, int n, const channels *c) {
   const kernel *k = p->k;
-  const float *bias = c->vector[0];
+  const float *bias = c->bias;
   if (p->in[0] != p->out[0]) fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
   if (k->dtype == FLOAT32) {
     float x[BLOCK], last[BLOCK];
@@ -679,64 +627,6 @@ static void put_wide(const kernel *k, char *to, int64_t at, int n, const float *
   uint16_t half[BLOCK];
   if (k->dtype != FLOAT32) narrow(k->dtype, x, half);
   put(to, at, n, k->dtype == FLOAT32 ? 4 : 2, k->dtype == FLOAT32 ? (const void *)x : half);
-}
-
-/* z = (x - mean) scale + shift in float32; numbers after the first n are 0. */
-static void normalise(const float *x, const channels *c, int n, float *z) {
-  const float *mean = c->vector[0], *scale = c->vector[1], *shift = c->vector[2];
-  if (n < BLOCK) memset(z, 0, BLOCK * 4);
-  FIRST_N z[i] = (x[i] - mean[i]) * scale[i] + shift[i];
-}
-
-/* z is in, normalised where there is a mean. Finds the range of z where it is asked for. */
-static void norm_forward_step(const pass *p, int64_t at, int n, const channels *c) {
-  const kernel *k = p->k;
-  float *smallest = c->found[0], *largest = c->found[1], wide[BLOCK], normalised[BLOCK];
-  if (p->in[0] != p->out[0]) fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
-  const float *z = wide_block(k, p->in[0], at, n, wide);
-  if (c->vector[0] != NULL) {
-    normalise(z, c, n, normalised);
-    z = normalised;
-  }
-  if (p->finds) FIRST_N {
-    float number = z[i] == z[i] ? z[i] : __builtin_inff(); /* where there is a NaN the range has no end */
-    smallest[i] = z[i] < smallest[i] ? z[i] : smallest[i];
-    largest[i] = number > largest[i] ? number : largest[i];
-  }
-  if (k->values != NULL) {
-    uint16_t half[BLOCK], *to = (uint16_t *)p->out[0] + at;
-    const uint16_t *values = k->values;
-    narrow(k->dtype, z, half);
-    for (int i = 0; i < n; i++) to[i] = values[half[i]];
-  } else if (k->dtype == FLOAT32 && n == BLOCK) compute(k, z, (float *)p->out[0] + at, NULL);
-  else {
-    float y[BLOCK];
-    compute(k, z, y, NULL);
-    put_wide(k, p->out[0], at, n, y);
-  }
-}
-
-/* Finds the sums of in - center, and of its square. */
-static void moments_step(const pass *p, int64_t at, int n, const channels *c) {
-  float copy[BLOCK], *sum = c->found[0], *square = c->found[1];
-  const float *center = c->vector[0], *x = wide_block(p->k, p->in[0], at, n, copy);
-  FIRST_N {
-    float d = x[i] - center[i];
-    sum[i] += d;
-    square[i] += d * d;
-  }
-}
-
-/* in: dy, y. Finds the sums of dy and of dy (y - center). */
-static void products_step(const pass *p, int64_t at, int n, const channels *c) {
-  float wide_dy[BLOCK], wide_y[BLOCK];
-  const float *dy = wide_block(p->k, p->in[0], at, n, wide_dy), *y = wide_block(p->k, p->in[1], at, n, wide_y);
-  const float *center = c->vector[0];
-  float *sum = c->found[0], *product = c->found[1];
-  FIRST_N {
-    sum[i] += dy[i];
-    product[i] += dy[i] * (y[i] - center[i]);
-  }
 }
 
 /* in: z, y of a function that torch has computed. */
@@ -797,71 +687,8 @@ static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   const float *dy = wide_block(k, p->in[0], at, n, wide);
   EACH dz[i] = slope[i] * dy[i];
   if (!is_direct) put_wide(k, p->out[0], at, n, dz);
-  float *sum = c->found[0];
-  if (p->finds) FIRST_N sum[i] += dz[i];
-}
-
-/* The gradient through a function of which the output y was saved, and its input z, in one pass. in: dy, y; out: dz, z,
-   either of which may overwrite y. Finds the sums of dz and of dz (z - center). */
-static void norm_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
-  const kernel *k = p->k;
-  const float *center = c->vector[0];
-  float copy[BLOCK], z[BLOCK], dz[BLOCK];
-  if (p->in[1] != p->out[0]) fetch(p->out[0], at, 4);
-  if (p->in[1] != p->out[1]) fetch(p->out[1], at, 4);
-  const float *y = block_of(p->in[1], at, n, 4, copy);
-  if (k->inverse_and_slope != NULL) invert_both(k, y, z, dz);
-  else {
-    invert_formula(k, y, z);
-    slopes_by_formula(k, y, dz);
-  }
-  const float *dy = block_of(p->in[0], at, n, 4, copy);
-  float *to_dz = (float *)p->out[0] + at, *to_z = (float *)p->out[1] + at, *sum = c->found[0], *product = c->found[1];
-  FIRST_N {
-    float of_z = dy[i] * dz[i];
-    to_dz[i] = of_z;
-    to_z[i] = z[i];
-    sum[i] += of_z;
-    product[i] += of_z * (z[i] - center[i]);
-  }
-}
-
-/* The gradient through a function of which only x was saved: z is x normalised once more. in: dy, x; out: dz. Finds the
-   sums of dz and of dz (x - mean), of 16 bits as dz is rounded: else what cancels in the gradient of x would not. */
-static void norm_input_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
-  const kernel *k = p->k;
-  const float *mean = c->vector[0];
-  float wide_dy[BLOCK], wide_x[BLOCK], z[BLOCK], dz[BLOCK], slope[BLOCK], *sum = c->found[0], *product = c->found[1];
-  fetch(p->out[0], at, k->dtype == FLOAT32 ? 4 : 2);
-  const float *dy = wide_block(k, p->in[0], at, n, wide_dy), *x = wide_block(k, p->in[1], at, n, wide_x);
-  normalise(x, c, n, z);
-  if (k->slopes != NULL) {
-    uint16_t half[BLOCK];
-    const float *slopes = k->slopes;
-    narrow(k->dtype, z, half);
-    EACH slope[i] = slopes[half[i]];
-  } else compute(k, z, NULL, slope);
-  EACH dz[i] = slope[i] == 0.0f ? 0.0f : dy[i] * slope[i]; /* 0 also for an infinite dy, as ATen's kernels */
-  if (k->dtype == FLOAT32) put(p->out[0], at, n, 4, dz);
-  else {
-    uint16_t half[BLOCK];
-    narrow(k->dtype, dz, half);
-    put(p->out[0], at, n, 2, half);
-    widen(k->dtype, half, dz);
-  }
-  FIRST_N {
-    sum[i] += dz[i];
-    product[i] += dz[i] * (x[i] - mean[i]);
-  }
-}
-
-/* out[0] = scale in[0] + slope in[1] + offset. */
-static void combine_step(const pass *p, int64_t at, int n, const channels *c) {
-  const float *scale = c->vector[0], *slope = c->vector[1], *offset = c->vector[2];
-  float wide_a[BLOCK], wide_b[BLOCK], to[BLOCK];
-  const float *a = wide_block(p->k, p->in[0], at, n, wide_a), *b = wide_block(p->k, p->in[1], at, n, wide_b);
-  FIRST_N to[i] = scale[i] * a[i] + (slope[i] * b[i] + offset[i]);
-  put_wide(p->k, p->out[0], at, n, to);
+  float *sum = c->sum;
+  if (p->sums) FIRST_N sum[i] += dz[i];
 }
 
 /* in: x and whether it is kept, 0 or 1; out: x factor, or x 0, and eight of the latter in a byte. */
@@ -979,33 +806,28 @@ static void gate_gradient_step(const pass *p, int64_t at, int n, const channels 
   put_wide(p->k, p->out[1], at, n, y);
 }
 
-static void start(const pass *p, float *found[2], int count) {
-  for (int r = 0; r < 2 && p->finds; r++)
-    for (int i = 0; i < count; i++) found[r][i] = p->finds == SUMS ? 0.0f : r ? -__builtin_inff() : __builtin_inff();
-}
-
-static double joined(const pass *p, int r, double a, double b) {
-  if (p->finds == SUMS) return a + b;
-  return (r ? a > b : a < b) ? a : b;
-}
-
-/* Rows of a tile of columns, or a piece of a row. Partial results are laid out (group of rows, column) or (row, piece). */
+/* Rows of a tile of columns, or a piece of a row. Partial sums are laid out (group of rows, column) or (row, piece). */
 static void columns_task(const pass *p, step *one, const layout *l, int64_t group, int64_t tile) {
   const int64_t rows = (l->count + l->columns - 1) / l->columns, first = tile * TILE;
   const int64_t end = first + TILE < l->columns ? first + TILE : l->columns;
-  float found[2][TILE];
-  start(p, (float *[2]){found[0], found[1]}, (int)(end - first));
+  float sum[TILE] = {0};
   for (int64_t row = group * ROWS; row < (group + 1) * ROWS && row < rows; row++)
     for (int64_t column = first; column < end; column += BLOCK) {
       const int64_t at = row * l->columns + column;
       int64_t n = end - column < BLOCK ? end - column : BLOCK;
       n = l->count - at < n ? l->count - at : n; /* the last row may be shorter */
-      channels c = {{NULL}, {found[0] + (column - first), found[1] + (column - first)}};
-      for (int v = 0; v < 3; v++) c.vector[v] = p->vector[v] == NULL ? NULL : p->vector[v] + column;
+      const channels c = {p->bias == NULL ? NULL : p->bias + column, sum + (column - first)};
       if (n > 0) one(p, at, (int)n, &c);
     }
-  for (int r = 0; r < 2 && p->finds; r++)
-    memcpy(p->partial[r] + group * l->columns + first, found[r], (size_t)(end - first) * 4);
+  if (p->sums) memcpy(p->partial + group * l->columns + first, sum, (size_t)(end - first) * 4);
+}
+
+/* The sum of x, which it overwrites: in halves, which compilers vectorise. Short rows have little else to do. */
+static double sum_of_block(float *x) {
+  for (int half = BLOCK / 2; half >= LANES; half /= 2) { _Pragma("omp simd") for (int i = 0; i < half; i++) x[i] += x[i + half]; }
+  double total = x[0];
+  for (int i = 1; i < LANES; i++) total += x[i];
+  return total;
 }
 
 static void piece_task(const pass *given, step *one, const layout *l, int64_t row, int64_t piece, int64_t task) {
@@ -1013,49 +835,27 @@ static void piece_task(const pass *given, step *one, const layout *l, int64_t ro
   for (int i = 0; p->gaps != NULL && i < 3; i++) p->in[i] += row * p->gaps[i];
   for (int i = 0; p->gaps != NULL && i < 2; i++) p->out[i] += row * p->gaps[i + 3];
   const int64_t first = piece * PIECE, end = first + PIECE < l->columns ? first + PIECE : l->columns;
-  float vector[3][BLOCK], found[2][BLOCK];
-  channels c = {{NULL}, {found[0], found[1]}};
-  for (int v = 0; v < 3; v++)
-    if (p->vector[v] != NULL) {
-      EACH vector[v][i] = p->vector[v][row % l->channels];
-      c.vector[v] = vector[v];
-    }
-  start(p, c.found, BLOCK);
+  float bias[BLOCK], sum[BLOCK] = {0};
+  const channels c = {p->bias == NULL ? NULL : bias, sum};
+  if (p->bias != NULL) EACH bias[i] = p->bias[row % l->channels];
   for (int64_t column = first; column < end; column += BLOCK)
     one(p, row * l->columns + column, (int)(end - column < BLOCK ? end - column : BLOCK), &c);
-  for (int r = 0; r < 2 && p->finds; r++) {
-    float *x = found[r]; /* in halves, which compilers vectorise: short rows have little else to do */
-    for (int half = BLOCK / 2; half >= LANES; half /= 2) {
-      if (p->finds == SUMS) { _Pragma("omp simd") for (int i = 0; i < half; i++) x[i] += x[i + half]; }
-      else if (r) { _Pragma("omp simd") for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half]; }
-      else { _Pragma("omp simd") for (int i = 0; i < half; i++) x[i] = x[i] < x[i + half] ? x[i] : x[i + half]; }
-    }
-    double total = x[0];
-    for (int i = 1; i < LANES; i++) total = joined(p, r, total, x[i]);
-    p->partial[r][task] = (float)total;
-  }
+  if (p->sums) p->partial[task] = (float)sum_of_block(sum);
 }
 
-/* What a pass finds in n numbers together. */
-static float joined_all(const pass *p, int r, const float *x, int n) {
-  float total = p->finds == SUMS ? 0.0f : x[0];
-  if (p->finds == SUMS) { _Pragma("omp simd reduction(+ : total)") for (int i = 0; i < n; i++) total += x[i]; }
-  else if (r) { _Pragma("omp simd reduction(max : total)") for (int i = 0; i < n; i++) total = x[i] > total ? x[i] : total; }
-  else { _Pragma("omp simd reduction(min : total)") for (int i = 0; i < n; i++) total = x[i] < total ? x[i] : total; }
+static float sum_of(const float *x, int n) {
+  float total = 0.0f;
+  _Pragma("omp simd reduction(+ : total)") for (int i = 0; i < n; i++) total += x[i];
   return total;
 }
 
-/* Rows that would not fill blocks: here a block holds parts of several. Rows repeat after a ``period``: the vectors of a
-   block, and what is found in it, are those of PERIODS periods. Partial results are laid out (group of periods, row of a
-   period). */
+/* Rows that would not fill blocks: here a block holds parts of several. Rows repeat after a ``period``: the bias of a
+   block, and its sums, are those of PERIODS periods. Partial sums are laid out (group of periods, row of a period). */
 static void short_rows_task(const pass *p, step *one, const layout *l, int64_t period, int64_t group, int64_t first,
                             int64_t last) {
-  float vector[3][BLOCK], found[2][BLOCK];
-  channels c = {{NULL}, {found[0], found[1]}};
-  float *totals[2] = {NULL, NULL};
-  for (int r = 0; r < 2 && p->finds; r++) totals[r] = p->partial[r] + group * period;
-  for (int v = 0; v < 3; v++) c.vector[v] = p->vector[v] == NULL ? NULL : vector[v];
-  if (p->finds) start(p, (float *[2]){totals[0] + first, totals[1] + first}, (int)(last - first));
+  float bias[BLOCK], sum[BLOCK], *totals = p->sums ? p->partial + group * period : NULL;
+  const channels c = {p->bias == NULL ? NULL : bias, sum};
+  for (int64_t row = first; p->sums && row < last; row++) totals[row] = 0.0f;
   for (int64_t at = first * l->columns; at < last * l->columns; at += BLOCK) {
     const int64_t rest = last * l->columns - at, row = at / l->columns;
     const int n = (int)(rest < BLOCK ? rest : BLOCK);
@@ -1064,44 +864,36 @@ static void short_rows_task(const pass *p, step *one, const layout *l, int64_t p
       ends[parts++] = (int)(end < n ? end : n);
     int64_t channel = row % l->channels;
     for (int part = 0, i = 0; part < parts; i = ends[part++]) {
-      for (int v = 0; v < 3; v++)
-        for (int j = i; p->vector[v] != NULL && j < ends[part]; j++) vector[v][j] = p->vector[v][channel];
+      for (int j = i; p->bias != NULL && j < ends[part]; j++) bias[j] = p->bias[channel];
       if (++channel == l->channels) channel = 0;
     }
-    start(p, c.found, n);
+    memset(sum, 0, sizeof sum);
     for (int64_t turn = group * PERIODS; turn < (group + 1) * PERIODS; turn++) {
       const int64_t from = turn * period * l->columns + at, left = l->count - from; /* the last period may be shorter */
       if (left > 0) one(p, from, (int)(left < n ? left : n), &c);
     }
-    for (int part = 0, i = 0; p->finds && part < parts; i = ends[part++])
-      for (int r = 0; r < 2; r++) {
-        float *total = totals[r] + row + part;
-        *total = (float)joined(p, r, *total, joined_all(p, r, found[r] + i, ends[part] - i));
-      }
+    for (int part = 0, i = 0; p->sums && part < parts; i = ends[part++])
+      totals[row + part] += sum_of(sum + i, ends[part] - i);
   }
 }
 
 static int64_t over(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-/* Go through all blocks. ``found`` receives what the pass finds along the channels, in the kernel's dtype. Returns 0, or
-   1 where there is no memory. */
-static int walk(pass *p, step *one, const layout *l, void *found[2]) {
+/* Go through all blocks. ``sums`` receives those along the channels, in the kernel's dtype. Returns 0, or 1 where there is
+   no memory. */
+static int walk(pass *p, step *one, const layout *l, void *sums) {
   const int by_columns = l->axis == ALONG_COLUMNS;
   /* Of longer rows the last block, which is padded, is a small part. */
   const int are_short = l->axis == ALONG_ROWS && p->gaps == NULL && l->columns < 4 * BLOCK && l->columns % BLOCK;
   const int64_t rows = over(l->count, l->columns), run = over(RUN, l->columns), samples = over(run, l->channels);
   const int64_t period = are_short && samples * l->channels < rows ? samples * l->channels : rows;
-  /* A task is one of ``parts`` of a group of rows, which has as many partial results as ``width`` says. */
+  /* A task is one of ``parts`` of a group of rows, which has as many partial sums as ``width`` says. */
   const int64_t together = by_columns ? ROWS : are_short ? PERIODS * period : 1, groups = over(rows, together);
   const int64_t parts = by_columns ? over(l->columns, TILE) : are_short ? over(period, run) : over(l->columns, PIECE);
   const int64_t width = by_columns ? l->columns : are_short ? period : parts, size = groups * width;
   const int64_t tasks = groups * parts;
-  float *partial = NULL;
-  if (p->finds) {
-    if ((partial = malloc((size_t)size * 8)) == NULL) return 1;
-    p->partial[0] = partial;
-    p->partial[1] = partial + size;
-  }
+  p->sums = sums != NULL;
+  if (p->sums && (p->partial = malloc((size_t)size * 4)) == NULL) return 1;
 #pragma omp parallel for schedule(static) num_threads(l->threads) if (l->threads > 1)
   for (int64_t task = 0; task < tasks; task++) {
     const int64_t group = task / parts, part = task % parts, first = part * run;
@@ -1109,196 +901,24 @@ static int walk(pass *p, step *one, const layout *l, void *found[2]) {
     else if (are_short) short_rows_task(p, one, l, period, group, first, first + run < period ? first + run : period);
     else piece_task(p, one, l, group, part, task);
   }
-  for (int r = 0; r < 2 && p->finds; r++)
-    for (int64_t channel = 0; channel < l->channels && found[r] != NULL; channel++) {
-      double total = p->finds == SUMS ? 0 : p->partial[r][by_columns || are_short ? channel : channel * parts];
-      if (by_columns || are_short) /* a channel may have several columns, or rows of a period */
-        for (int64_t i = channel; i < size; i += l->channels) total = joined(p, r, total, p->partial[r][i]);
-      else
-        for (int64_t row = channel; row < rows; row += l->channels)
-          for (int64_t i = row * parts; i < (row + 1) * parts; i++) total = joined(p, r, total, p->partial[r][i]);
-      if (p->finds_in_float32 || p->k->dtype == FLOAT32) ((float *)found[r])[channel] = (float)total;
-      else put_wide(p->k, found[r], channel, 1, (float[BLOCK]){(float)total});
-    }
-  free(partial);
+  for (int64_t channel = 0; p->sums && channel < l->channels; channel++) {
+    double total = 0;
+    if (by_columns || are_short) /* a channel may have several columns, or rows of a period */
+      for (int64_t i = channel; i < size; i += l->channels) total += p->partial[i];
+    else
+      for (int64_t row = channel; row < rows; row += l->channels)
+        for (int64_t i = row * parts; i < (row + 1) * parts; i++) total += p->partial[i];
+    put_wide(p->k, sums, channel, 1, (float[BLOCK]){(float)total});
+  }
+  free(p->partial);
   return 0;
-}
-
-/* --- norms, each row by statistics of its own ----------------------------------------------------------------------- */
-
-/* ``y = xhat gain + b`` with xhat from x and the row's statistics (backends/norms.py). */
-typedef struct {
-  int32_t dtype, is_centred, rounds_first, threads;
-  int64_t rows, columns;
-  const float *gain, *shift;   /* a number for each column, or NULL for 1 and 0 */
-  const int64_t *kept_columns; /* of these xhat was saved, because y does not tell it */
-  const float *kept;           /* rows of them */
-  int64_t kept_count;
-} row_norm;
-
-/* Rows that are computed together. */
-enum { ABREAST = 4 };
-
-static int32_t size_of(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
-
-/* n <= BLOCK numbers, in float32, at least so many that a block can be written. */
-static void wide_to(int dtype, const char *from, int64_t at, int n, float *x) {
-  if (dtype == FLOAT32) {
-    memcpy(x, from + at * 4, (size_t)n * 4);
-    return;
-  }
-  uint16_t half[BLOCK];
-  widen(dtype, block_of(from, at, n, 2, half), x);
-}
-
-static void narrow_to(int dtype, char *to, int64_t at, int n, const float *x) {
-  uint16_t half[BLOCK];
-  if (dtype != FLOAT32) narrow(dtype, x, half);
-  put(to, at, n, size_of(dtype), dtype == FLOAT32 ? (const void *)x : half);
-}
-
-#define EACH_BLOCK \
-  for (int64_t column = 0, n = columns < BLOCK ? columns : BLOCK; column < columns; \
-       column += BLOCK, n = columns - column < BLOCK ? columns - column : BLOCK)
-
-/* RMS norm of a row; x is room for it. Sums of a block are in float32, those of blocks in double. */
-static void rms_row(const row_norm *r, const char *from, char *to, float *inverse_std, double eps, int64_t row, float *x) {
-  const int64_t columns = r->columns, first = row * columns;
-  double square = 0;
-  EACH_BLOCK {
-    float sum = 0, *block = x + column;
-    wide_to(r->dtype, from, first + column, (int)n, block);
-    _Pragma("omp simd reduction(+ : sum)") for (int i = 0; i < n; i++) sum += block[i] * block[i];
-    square += sum;
-  }
-  const float scale = (float)(1.0 / __builtin_sqrt(square / (double)columns + eps));
-  inverse_std[row] = scale;
-  EACH_BLOCK {
-    float *block = x + column;
-    uint16_t half[BLOCK];
-    FIRST_N block[i] *= scale;
-    if (r->rounds_first && r->dtype != FLOAT32) {
-      narrow(r->dtype, block, half);
-      widen(r->dtype, half, block);
-    }
-    if (r->gain != NULL) {
-      const float *gain = r->gain + column;
-      FIRST_N block[i] *= gain[i];
-    }
-    narrow_to(r->dtype, to, first + column, (int)n, block);
-  }
-}
-
-/* What the gradients of all rows need of a column. */
-typedef struct { const float *gain, *inverse_gain, *shift, *zeros; } factors;
-
-/* A row in float32: itself, or a copy, which has room for whole blocks; with these numbers in the kept columns. */
-static const float *wide_row(const row_norm *r, const char *from, int64_t row, const float *kept, float *copy) {
-  const int64_t columns = r->columns, first = row * columns;
-  if (r->dtype == FLOAT32 && kept == NULL) return (const float *)from + first;
-  EACH_BLOCK wide_to(r->dtype, from, first + column, (int)n, copy + column);
-  for (int64_t k = 0; kept != NULL && k < r->kept_count; k++) copy[r->kept_columns[k]] = kept[row * r->kept_count + k];
-  return copy;
-}
-
-/* The gradient of x in some rows, ABREAST at most, from y; adds to the sums of dy xhat and of dy, which are read and
-   written once for all of these rows. With g = dy gain and means over the row,
-   dx = inverse_std (g - mean(g) - xhat mean(g xhat)), of RMS norms without mean(g). dx may be y. g and xhat are found
-   twice, which takes less time than to store them. ``room``: for 2 ABREAST rows. */
-static void rows_gradient(const row_norm *r, const factors *f, const char *dy, const char *y, const float *inverse_std,
-                          char *dx, int64_t row, int rows, float *w, float *b, float *room) {
-  const int64_t columns = r->columns, step = over(columns, BLOCK) * BLOCK;
-  const float *gain = f->gain, *shift = f->shift, *inverse = f->inverse_gain, *d[ABREAST], *from[ABREAST];
-  double mean[ABREAST] = {0}, product[ABREAST] = {0};
-  for (int k = 0; k < ABREAST; k++) { /* rows that are not there: of zeros, whose xhat is 0 */
-    d[k] = k < rows ? wide_row(r, dy, row + k, NULL, room + k * step) : f->zeros;
-    from[k] = k < rows ? wide_row(r, y, row + k, r->kept, room + (ABREAST + k) * step) : shift;
-  }
-  const float *d0 = d[0], *d1 = d[1], *d2 = d[2], *d3 = d[3];
-  const float *y0 = from[0], *y1 = from[1], *y2 = from[2], *y3 = from[3];
-  EACH_BLOCK {
-    float s0 = 0, s1 = 0, s2 = 0, s3 = 0, p0 = 0, p1 = 0, p2 = 0, p3 = 0;
-    _Pragma("omp simd reduction(+ : s0, s1, s2, s3, p0, p1, p2, p3)") for (int64_t i = column; i < column + n; i++) {
-      const float h0 = (y0[i] - shift[i]) * inverse[i], h1 = (y1[i] - shift[i]) * inverse[i];
-      const float h2 = (y2[i] - shift[i]) * inverse[i], h3 = (y3[i] - shift[i]) * inverse[i];
-      const float g0 = d0[i] * gain[i], g1 = d1[i] * gain[i], g2 = d2[i] * gain[i], g3 = d3[i] * gain[i];
-      w[i] += (d0[i] * h0 + d1[i] * h1) + (d2[i] * h2 + d3[i] * h3);
-      b[i] += (d0[i] + d1[i]) + (d2[i] + d3[i]);
-      s0 += g0, s1 += g1, s2 += g2, s3 += g3;
-      p0 += g0 * h0, p1 += g1 * h1, p2 += g2 * h2, p3 += g3 * h3;
-    }
-    mean[0] += s0, mean[1] += s1, mean[2] += s2, mean[3] += s3;
-    product[0] += p0, product[1] += p1, product[2] += p2, product[3] += p3;
-  }
-  for (int k = 0; k < rows && dx != NULL; k++) {
-    const float scale = inverse_std[row + k], slope = (float)(product[k] / (double)columns), *dk = d[k], *yk = from[k];
-    const float offset = r->is_centred ? (float)(mean[k] / (double)columns) : 0.0f;
-    float *to = r->dtype == FLOAT32 ? (float *)dx + (row + k) * columns : room + k * step;
-    _Pragma("omp simd") for (int64_t i = 0; i < columns; i++)
-      to[i] = scale * (dk[i] * gain[i] - offset - (yk[i] - shift[i]) * inverse[i] * slope);
-    if (r->dtype != FLOAT32) EACH_BLOCK narrow_to(r->dtype, dx, (row + k) * columns + column, (int)n, to + column);
-  }
 }
 
 /* --- what Python calls ---------------------------------------------------------------------------------------------- */
 
 int forward(const kernel *k, const void *z, const float *bias, const void *residual, void *y, const layout *l) {
-  pass p = {.k = k, .in = {z, residual}, .out = {y}, .vector = {bias}};
+  pass p = {.k = k, .in = {z, residual}, .out = {y}, .bias = bias};
   return walk(&p, forward_step, l, NULL);
-}
-
-/* The mean and the variance of each channel. Sums are taken about the mean of SAMPLE numbers of it; where that is far off,
-   the difference has lost digits: a second time, about the mean. */
-int moments(const kernel *k, const void *x, float *mean, float *var, const layout *l) {
-  const int64_t channels = l->channels, count = l->count / channels, columns = l->axis == ALONG_COLUMNS ? 1 : l->columns;
-  const int64_t width = l->axis == ALONG_COLUMNS ? l->columns : channels, samples = count < SAMPLE ? count : SAMPLE;
-  float *const center = malloc((size_t)width * 4);
-  pass p = {.k = k, .in = {x}, .vector = {center}, .finds = SUMS, .finds_in_float32 = 1};
-  int is_near = 0, failed = center == NULL;
-  int64_t sample[SAMPLE];
-  for (int64_t i = 0; i < samples; i++) {
-    const int64_t at = i * count / samples;
-    sample[i] = at / columns * channels * columns + at % columns;
-  }
-#pragma omp parallel for schedule(static) num_threads(l->threads) if (l->threads > 1)
-  for (int64_t c = 0; c < channels; c++) {
-    float sum = 0, of_channel[BLOCK];
-    uint16_t half[BLOCK] = {0};
-    for (int64_t i = 0; i < samples; i++) {
-      const int64_t at = sample[i] + c * columns;
-      if (k->dtype == FLOAT32) of_channel[i] = ((const float *)x)[at];
-      else half[i] = ((const uint16_t *)x)[at];
-    }
-    if (k->dtype != FLOAT32) widen(k->dtype, half, of_channel);
-    for (int64_t i = 0; i < samples; i++) sum += of_channel[i];
-    mean[c] = sum / (float)samples;
-  }
-  for (int turn = 0; turn < 2 && !is_near && !failed; turn++) {
-    float *const sum = mean, *const square = var;
-    for (int64_t i = 0; i < width; i++) center[i] = mean[i % channels];
-    failed = walk(&p, moments_step, l, (void *[2]){sum, square});
-    is_near = 1;
-    for (int64_t c = 0; c < channels; c++) {
-      const double shift = sum[c] / (double)count, found = square[c] / (double)count - shift * shift;
-      is_near &= shift * shift <= found;
-      mean[c] = (float)(center[c] + shift);
-      var[c] = found < 0 ? 0.0f : (float)found;
-    }
-  }
-  free(center);
-  return failed;
-}
-
-int products(const kernel *k, const void *dy, const void *y, const float *center, float *sum, float *product,
-             const layout *l) {
-  pass p = {.k = k, .in = {dy, y}, .vector = {center}, .finds = SUMS, .finds_in_float32 = 1};
-  return walk(&p, products_step, l, (void *[2]){sum, product});
-}
-
-int norm_forward(const kernel *k, const void *x, const float *mean, const float *scale, const float *shift, void *y,
-                 void *smallest, void *largest, const layout *l) {
-  pass p = {.k = k, .in = {x}, .out = {y}, .vector = {mean, scale, shift}, .finds = smallest == NULL ? NOTHING : RANGE};
-  return walk(&p, norm_forward_step, l, (void *[2]){smallest, largest});
 }
 
 int encode_outputs(const kernel *k, const void *z, const void *y, void *out, const layout *l) {
@@ -1312,26 +932,8 @@ int invert_outputs(const kernel *k, const void *y, void *z, const layout *l) {
 }
 
 int gradient(const kernel *k, const void *dy, const void *saved, void *dz, void *db, const layout *l) {
-  pass p = {.k = k, .in = {dy, saved}, .out = {dz}, .finds = db == NULL ? NOTHING : SUMS};
-  return walk(&p, gradient_step, l, (void *[2]){db, NULL});
-}
-
-int norm_gradient(const kernel *k, const void *dy, const void *y, const float *center, void *dz, void *z, void *sum,
-                  void *product, const layout *l) {
-  pass p = {.k = k, .in = {dy, y}, .out = {dz, z}, .vector = {center}, .finds = SUMS};
-  return walk(&p, norm_gradient_step, l, (void *[2]){sum, product});
-}
-
-int norm_input_gradient(const kernel *k, const void *dy, const void *x, const float *mean, const float *scale,
-                        const float *shift, void *dz, float *sum, float *product, const layout *l) {
-  pass p = {.k = k, .in = {dy, x}, .out = {dz}, .vector = {mean, scale, shift}, .finds = SUMS, .finds_in_float32 = 1};
-  return walk(&p, norm_input_gradient_step, l, (void *[2]){sum, product});
-}
-
-int combine(const kernel *k, const void *a, const void *b, const float *scale, const float *slope, const float *offset,
-            void *out, const layout *l) {
-  pass p = {.k = k, .in = {a, b}, .out = {out}, .vector = {scale, slope, offset}};
-  return walk(&p, combine_step, l, NULL);
+  pass p = {.k = k, .in = {dy, saved}, .out = {dz}};
+  return walk(&p, gradient_step, l, db);
 }
 
 int drop(const kernel *k, const void *x, const void *keep, void *y, void *bits, const layout *l) {
@@ -1364,253 +966,4 @@ int gate_gradient(const kernel *k, const void *dy, const void *z, const void *up
                   const int64_t *gaps, const layout *l) {
   pass p = {.k = k, .in = {dy, z, up}, .out = {dz, dup}, .gaps = gaps};
   return walk(&p, gate_gradient_step, l, NULL);
-}
-
-/* Each task has sums of its own, so that these are the same for any number of threads. */
-enum { TASKS = 32, LEAST_ROWS = 8 };
-static int64_t rows_of_task(int64_t rows) {
-  const int64_t found = over(over(rows, TASKS), ABREAST) * ABREAST;
-  return found < LEAST_ROWS ? LEAST_ROWS : found;
-}
-
-int rms_forward(const row_norm *r, const void *x, void *y, float *inverse_std, double eps) {
-  const int64_t step = rows_of_task(r->rows), room = over(r->columns, BLOCK) * BLOCK;
-  int failed = 0;
-#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1) reduction(| : failed)
-  for (int64_t task = 0; task < over(r->rows, step); task++) {
-    float *scratch = malloc((size_t)room * 4);
-    failed |= scratch == NULL;
-    for (int64_t row = task * step; scratch != NULL && row < (task + 1) * step && row < r->rows; row++)
-      rms_row(r, x, y, inverse_std, eps, row, scratch);
-    free(scratch);
-  }
-  return failed;
-}
-
-/* Groups of channels, contiguous each, by statistics of its own: ``y = xhat gain + shift`` with a number for each
-   channel. */
-typedef struct {
-  int32_t dtype, threads;
-  int64_t samples, groups, channels, count; /* channels of a group, elements of a channel */
-  const float *gain, *shift;
-} group_norm;
-
-/* The sums of x, whose last lanes are 0 or not read. */
-static float sum_of(float *x) {
-  for (int half = BLOCK / 2; half >= LANES; half /= 2) { _Pragma("omp simd") for (int i = 0; i < half; i++) x[i] += x[i + half]; }
-  float total = x[0];
-  for (int i = 1; i < LANES; i++) total += x[i];
-  return total;
-}
-
-/* The gradient of a group, which is read twice, the second time from the cache. dx may be y, or NULL. */
-static void group_gradient(const group_norm *g, const char *dy, const char *y, float inverse_std, char *dx, int64_t group,
-                           float *of_gain, float *of_shift) {
-  const kernel k = {.dtype = g->dtype};
-  const int size = g->dtype == FLOAT32 ? 4 : 2;
-  const int64_t channels = g->channels, count = g->count, start = group * channels * count;
-  const float *gain = g->gain + group % g->groups * channels, *shift = g->shift + group % g->groups * channels;
-  double mean = 0, slope = 0;
-  for (int64_t c = 0; c < channels; c++) {
-    float sum[BLOCK] = {0}, product[BLOCK] = {0}, a[BLOCK], b[BLOCK];
-    const float center = shift[c];
-    for (int64_t i = 0; i < count; i += BLOCK) {
-      const int n = count - i < BLOCK ? (int)(count - i) : BLOCK;
-      const int64_t at = start + c * count + i;
-      if (dx != NULL && dx != y) fetch(dx, at, size);
-      const float *of_y = wide_block(&k, dy, at, n, a), *from = wide_block(&k, y, at, n, b);
-      _Pragma("omp simd") for (int j = 0; j < BLOCK; j++) {
-        sum[j] += of_y[j];
-        product[j] += of_y[j] * (from[j] - center);
-      }
-    }
-    of_shift[c] = sum_of(sum);
-    const float found = sum_of(product);
-    of_gain[c] = found / gain[c];
-    mean += (double)of_shift[c] * gain[c];
-    slope += found;
-  }
-  if (dx == NULL) return;
-  mean /= (double)(channels * count);
-  slope /= (double)(channels * count);
-  for (int64_t c = 0; c < channels; c++) {
-    const float scale = inverse_std * gain[c], of_value = (float)(-inverse_std * slope / gain[c]);
-    const float offset = (float)(-inverse_std * mean) - of_value * shift[c];
-    for (int64_t i = 0; i < count; i += BLOCK) {
-      const int n = count - i < BLOCK ? (int)(count - i) : BLOCK;
-      const int64_t at = start + c * count + i;
-      float a[BLOCK], b[BLOCK], found[BLOCK];
-      const float *of_y = wide_block(&k, dy, at, n, a), *from = wide_block(&k, y, at, n, b);
-      EACH found[i] = scale * of_y[i] + (of_value * from[i] + offset);
-      put_wide(&k, dx, at, n, found);
-    }
-  }
-}
-
-/* dx may be y, or NULL; of_gain and of_shift have a number for each channel of each sample. */
-int group_norm_gradient(const group_norm *g, const void *dy, const void *y, const float *inverse_std, void *dx,
-                        float *of_gain, float *of_shift) {
-#pragma omp parallel for schedule(static) num_threads(g->threads) if (g->threads > 1)
-  for (int64_t group = 0; group < g->samples * g->groups; group++)
-    group_gradient(g, dy, y, inverse_std[group], dx, group, of_gain + group * g->channels, of_shift + group * g->channels);
-  return 0;
-}
-
-/* dx may be y, or NULL; dw and db may be NULL. */
-int row_norm_gradient(const row_norm *r, const void *dy, const void *y, const float *inverse_std, void *dx, float *dw,
-                      float *db) {
-  const int64_t columns = r->columns, step = rows_of_task(r->rows), tasks = over(r->rows, step);
-  const int64_t room = over(columns, BLOCK) * BLOCK;
-  const int copies = r->dtype != FLOAT32 || r->kept_count ? 2 * ABREAST : 0;
-  float *partial = malloc((size_t)(tasks * 2 + 4) * (size_t)room * 4);
-  if (partial == NULL) return 1;
-  float *gain = partial + tasks * 2 * room, *inverse_gain = gain + room, *shift = inverse_gain + room, *zeros = shift + room;
-  for (int64_t i = 0; i < columns; i++) {
-    gain[i] = r->gain == NULL ? 1.0f : r->gain[i];
-    inverse_gain[i] = 1.0f / gain[i];
-    shift[i] = r->shift == NULL ? 0.0f : r->shift[i];
-    zeros[i] = 0;
-  }
-  for (int64_t k = 0; k < r->kept_count; k++) /* what was saved there is xhat */
-    inverse_gain[r->kept_columns[k]] = 1.0f, shift[r->kept_columns[k]] = 0.0f;
-  const factors f = {gain, inverse_gain, shift, zeros};
-  int failed = 0;
-#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1) reduction(| : failed)
-  for (int64_t task = 0; task < tasks; task++) {
-    const int64_t end = (task + 1) * step < r->rows ? (task + 1) * step : r->rows;
-    float *sums = partial + task * 2 * room, *copy = copies ? malloc((size_t)copies * (size_t)room * 4) : NULL;
-    const int is_there = copy != NULL || !copies;
-    memset(sums, 0, (size_t)room * 8);
-    failed |= !is_there;
-    for (int64_t row = task * step; is_there && row < end; row += ABREAST) {
-      const int rows = (int)(end - row < ABREAST ? end - row : ABREAST);
-      rows_gradient(r, &f, dy, y, inverse_std, dx, row, rows, sums, sums + room, copy);
-    }
-    free(copy);
-  }
-#pragma omp parallel for schedule(static) num_threads(r->threads) if (r->threads > 1)
-  for (int64_t block = 0; block < room / BLOCK; block++)
-    for (int which = 0; which < 2; which++) {
-      float *to = which ? db : dw;
-      const int64_t at = block * BLOCK, n = columns - at < BLOCK ? columns - at : BLOCK;
-      double total[BLOCK] = {0};
-      for (int64_t task = 0; task < tasks && to != NULL; task++) {
-        const float *sums = partial + (task * 2 + which) * room + at;
-        EACH total[i] += sums[i];
-      }
-      for (int i = 0; i < n && to != NULL; i++) to[at + i] = (float)total[i];
-    }
-  free(partial);
-  return failed;
-}
-
-/* 1 / sqrt(var + eps) of each channel. The running statistics of a batch norm, unless they are NULL, become
-   (1 - part) of themselves and part of the batch's, which has ``count`` numbers in each channel. Where a variance is not
-   finite nothing is written, and 1 is returned. */
-int settle_statistics(const float *mean, const float *var, float *running_mean, float *running_var, double part,
-                      double eps, int64_t channels, int64_t count, float *inverse_std) {
-  const float rest = (float)(1 - part), share = (float)part, correction = (float)((double)count / (double)(count - 1));
-  float sum = 0;
-  for (int64_t c = 0; c < channels; c++) sum += var[c];
-  if (!__builtin_isfinite(sum)) return 1;
-  for (int64_t c = 0; c < channels; c++) inverse_std[c] = 1.0f / __builtin_sqrtf(var[c] + (float)eps);
-  if (running_mean == NULL) return 0;
-  for (int64_t c = 0; c < channels; c++) {
-    running_mean[c] = rest * running_mean[c] + share * mean[c];
-    running_var[c] = rest * running_var[c] + share * (var[c] * correction);
-  }
-  return 0;
-}
-
-/* A batch norm's gradient of x, ``scale dz + slope v + offset``, and that of w (``_gradients_in_passes`` in
-   ops/batch_norm.py) from the sums of dz and of dz (v - center). v is z, or x of the channels that were kept; where all
-   were, ``kept`` is not read. w and b may be NULL. */
-int norm_factors(const float *mean, const float *inverse_std, const float *w, const float *b, const float *sum,
-                 const float *product, const int64_t *kept, int64_t kept_count, int64_t channels, int64_t count,
-                 int rounds_shift, float *dw, float *scale, float *slope, float *offset) {
-  int64_t next = 0;
-  for (int64_t c = 0; c < channels; c++) {
-    const int is_kept = kept_count == channels || (next < kept_count && kept[next] == c);
-    const double weight = w == NULL ? 1.0 : w[c], bias = b == NULL ? 0.0 : b[c];
-    const double gain = is_kept ? inverse_std[c] : 1.0 / weight, center = is_kept ? mean[c] : bias;
-    const float factor = w == NULL ? inverse_std[c] : inverse_std[c] * w[c];
-    double gradient = product[c] * gain;
-    next += is_kept;
-    if (rounds_shift && w != NULL && !is_kept) { /* torch's z = x factor + shift, with a shift that is rounded */
-      const double shift = bias - mean[c] * (double)factor;
-      gradient -= ((float)shift - shift) / weight * sum[c];
-    }
-    dw[c] = (float)gradient;
-    scale[c] = factor;
-    const double per_v = -factor * gain * dw[c] / (double)count;
-    slope[c] = (float)per_v;
-    offset[c] = (float)(-factor * (double)sum[c] / (double)count - per_v * center);
-  }
-  return 0;
-}
-
-/* ``InverseError`` of activations/inverse_error.py: its tables, and what places numbers in them. */
-typedef struct {
-  const double *largest;
-  const uint8_t *acceptable;
-  double cell, cells, limit;
-  float steps, octaves, offset;
-} inverse_error;
-
-static double worst_of(const inverse_error *e, float z) {
-  double place = z / e->cell + (e->cells + 1), size = __builtin_fabs((double)z);
-  place = place > 0 ? place : 0; /* NaN too */
-  place = place < 2 * e->cells + 1 ? place : 2 * e->cells + 1;
-  const double error = e->largest[(int64_t)place] * (size > 1 ? size : 1);
-  return error == error ? error : __builtin_inf();
-}
-
-/* Of 2 half cells; NaN has the first. */
-static int64_t cell_of(float x, float half) {
-  x += half;
-  x = x > 0 ? x : 0;
-  return (int64_t)(x < 2 * half - 1 ? x : 2 * half - 1);
-}
-
-static int is_acceptable(const inverse_error *e, float mean, float std) {
-  const float rows = e->steps * e->octaves, columns = e->steps * e->offset;
-  const int32_t exponent = ((bits_of(std) & MAGNITUDE) >> 23) - 127; /* of a subnormal number beyond the table's end */
-  const float part = float_of((bits_of(std) & 0x7fffff) | 0x3f800000);
-  const int64_t row = cell_of(e->steps * ((float)exponent + 1.44269504f * log1p_(part - 1.0f)), rows);
-  return e->acceptable[row * 2 * (int64_t)columns + cell_of(mean / std * e->steps, columns)];
-}
-
-/* The channels of a batch norm whose y does not tell the input (``_inexact_channels`` in ops/batch_norm.py): in ``found``;
-   how many. */
-int inexact_channels(const inverse_error *e, const float *mean, const float *inverse_std, const float *w, const float *b,
-                     const float *smallest, const float *largest, int64_t channels, int64_t count, float centred, float eps,
-                     int64_t *found) {
-  const double allowed = e->limit * __builtin_sqrt((double)count);
-  int inexact = 0;
-  for (int64_t c = 0; c < channels; c++) {
-    const float of_xhat = 1.0f - eps * inverse_std[c] * inverse_std[c]; /* its variance: 0 where that of x is far below eps */
-    const float size = (w == NULL ? 1.0f : __builtin_fabsf(w[c])) * __builtin_sqrtf(of_xhat > 0.0f ? of_xhat : 0.0f);
-    const double below = worst_of(e, smallest[c]), above = worst_of(e, largest[c]);
-    int is_good = __builtin_fabsf(mean[c] * inverse_std[c]) <= centred && (below > above ? below : above) <= allowed * size;
-    if (w != NULL) is_good = is_good && is_acceptable(e, b == NULL ? 0.0f : b[c], size);
-    if (!is_good) found[inexact++] = c;
-  }
-  return inexact;
-}
-
-static inline int is_inexact(float gain, float shift, float ratio, float least, float most) {
-  const float size = __builtin_fabsf(gain);
-  return !(size >= least && size <= most && __builtin_fabsf(shift) <= ratio * size);
-}
-
-/* Of how many columns y does not tell xhat (ops/row_norm.py); which they are in ``found``, unless that is NULL. Without b
-   all of it is 0. */
-int inexact_columns(const float *gain, const float *b, int64_t columns, float ratio, float least, float most,
-                    int64_t *found) {
-  int count = 0;
-  _Pragma("omp simd reduction(+ : count)") for (int64_t i = 0; i < columns; i++)
-    count += is_inexact(gain[i], b == NULL ? 0.0f : b[i], ratio, least, most);
-  for (int64_t i = 0, at = 0; found != NULL && at < count; i++)
-    if (is_inexact(gain[i], b == NULL ? 0.0f : b[i], ratio, least, most)) found[at++] = i;
-  return count;
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Sequence
-from ctypes import c_double, c_float, c_int32, c_int64, c_void_p
+from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,8 +40,6 @@ FUNCTIONS = ("gelu", "gelu_tanh", "swish", "mish", "hardswish", *_PLAIN)
 DERIVED_FROM_OUTPUTS = ("hardswish",)
 #: Those without a fold whose derivative it has a formula for, from outputs.
 BY_FORMULA = _PLAIN
-#: Those without a fold that it inverts.
-INVERTED = ("leaky_relu", "elu")
 _NO_AXIS, _ALONG_COLUMNS, _ALONG_ROWS = range(3)
 
 
@@ -81,7 +79,7 @@ class _Kernel(ctypes.Structure):
         ("table", _Table),
         ("slope", _FoldTable),
         ("inverse", _FoldTable),
-        *((name, c_void_p) for name in ("inverse_and_slope", "values", "outputs", "slopes")),
+        *((name, c_void_p) for name in ("values", "outputs", "slopes")),
         ("normal", _Normal),
     )
 
@@ -112,9 +110,8 @@ class Kernel:
         is_from_output: bool = False,
     ) -> None:
         """``fold`` asks for the branch bit. The derivative comes from ``table``, ``slope`` or ``slopes``, or is that of
-        ``function``, from its input or by a formula from its output. ``slope`` and ``inverse``, where both are given,
-        have the same intervals. ``values`` (the dtype's), ``outputs`` and ``slopes`` (float32) hold one number for each
-        of the 65,536 of a 16-bit dtype, in the order of their bits."""
+        ``function``, from its input or by a formula from its output. ``values`` (the dtype's), ``outputs`` and
+        ``slopes`` (float32) hold one number for each of the 65,536 of a 16-bit dtype, in the order of their bits."""
         #: Whether a pass computes outputs, and not only puts the branch into them.
         self.has_function = function is not None or values is not None
         name, parameter = function or (FUNCTIONS[0], 0.0)
@@ -122,12 +119,8 @@ class Kernel:
         if fold is not None:
             mark = _Mark(AMBIGUOUS[fold.ambiguous], fold.marked == "left", fold.bounded, fold.position)
         below = normal() if function is not None and name == "gelu" else None
-        inverse_and_slope = None
-        if slope is not None and inverse is not None:
-            assert slope.numbers == inverse.numbers
-            inverse_and_slope = torch.stack((inverse.cubics, slope.cubics), 1)
-        self._kept = table, slope, inverse, inverse_and_slope, values, outputs, slopes, below  # whose addresses follow
-        addresses = (None if t is None else t.data_ptr() for t in (inverse_and_slope, values, outputs, slopes))
+        self._kept = table, slope, inverse, values, outputs, slopes, below  # whose addresses follow
+        addresses = (None if t is None else t.data_ptr() for t in (values, outputs, slopes))
         self._kernel = _Kernel(
             DTYPES[dtype],
             FUNCTIONS.index(name),
@@ -165,12 +158,6 @@ def function_of(activation: Activation) -> tuple[str, float] | None:
     """What the loops call the activation, and its parameter."""
     loop = activation.native.loop
     return None if loop is None else loop(**activation.parameters)
-
-
-@functools.cache
-def plain_kernel(dtype: torch.dtype) -> Kernel:
-    """That of a loop that computes no function."""
-    return Kernel(dtype)
 
 
 def slopes(table: DerivativeTable | None, fold_table: FoldTable | None, y: Tensor) -> Tensor:
@@ -266,14 +253,7 @@ def _gaps(*tensors: Tensor | None) -> Any:
     return (c_int64 * 5)(*found)
 
 
-def no_memory(name: str) -> MemoryError:
-    """The error where a pass could not allocate what it needs."""
-    return MemoryError(f"{name}: no memory for what rows and sums need")
-
-
-def call(
-    name: str, kernel: Kernel, tensor: Tensor, along: Layout | None, *addresses: int | None, writes: bool = True
-) -> None:
+def call(name: str, kernel: Kernel, tensor: Tensor, along: Layout | None, *addresses: int | None) -> None:
     """A pass over ``tensor``, and what is laid out alike."""
     count = tensor.numel()
     if not count:
@@ -282,17 +262,16 @@ def call(
     address, _layout = _matrix(count, along, threads)  # which must live as long as the call
     failed = functions()[name](kernel.address, *addresses, address)
     if failed:
-        raise no_memory(name)
-    if writes:
-        torch.autograd.graph.increment_version(tensor)
+        raise MemoryError(f"{name}: no memory for sums")
+    torch.autograd.graph.increment_version(tensor)
 
 
-def channel_vector(numbers: Tensor, along: Layout | None = None) -> Tensor:
+def channel_vector(numbers: Tensor, along: Layout) -> Tensor:
     """Numbers along the channels as ``loops.c`` takes them, repeated where rows of a tensor with this layout are
     joined."""
     if numbers.dtype is not torch.float32 or not numbers.is_contiguous():  # usually they are, and detach() takes 2 us
         numbers = numbers.detach().float().contiguous()
-    joined = 1 if along is None or along.inner > 1 else _joined(along)
+    joined = 1 if along.inner > 1 else _joined(along)
     return numbers if joined == 1 else numbers.repeat(joined)
 
 
@@ -325,37 +304,19 @@ def functions() -> dict[str, Any]:
     assert library is not None
     pointers = {
         "forward": 6,
-        "moments": 5,
-        "norm_forward": 9,
         "encode_outputs": 5,
         "invert_outputs": 4,
         "gradient": 6,
-        "norm_gradient": 9,
-        "norm_input_gradient": 10,
-        "products": 7,
-        "combine": 8,
         "drop": 6,
         "drop_gradient": 5,
         "drop_marked": 5,
         "drop_marked_gradient": 7,
         "gate": 6,
         "gate_gradient": 8,
-        "rms_forward": 5,
-        "row_norm_gradient": 7,
-        "group_norm_gradient": 7,
-        "inexact_columns": 7,
-        "settle_statistics": 9,
-        "norm_factors": 15,
-        "inexact_channels": 12,
     }
     found = {}
     for name, count in pointers.items():
         function = getattr(library, name)
         function.argtypes, function.restype = (c_void_p,) * count, c_int32
         found[name] = function
-    found["rms_forward"].argtypes = (*(c_void_p,) * 4, c_double)
-    found["inexact_columns"].argtypes = (c_void_p, c_void_p, c_int64, c_float, c_float, c_float, c_void_p)
-    found["settle_statistics"].argtypes = (*(c_void_p,) * 4, c_double, c_double, c_int64, c_int64, c_void_p)
-    found["norm_factors"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_int64, c_int32, *(c_void_p,) * 4)
-    found["inexact_channels"].argtypes = (*(c_void_p,) * 7, c_int64, c_int64, c_float, c_float, c_void_p)
     return found

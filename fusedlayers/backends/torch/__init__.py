@@ -4,18 +4,8 @@ The backends for CPUs and GPUs leave to it what they have no loops or kernels fo
 """
 
 import torch
-from torch import Tensor
 
 from ...activations import Activation
-from .batch_norm import (
-    combine,
-    inexact_channels,
-    norm_act,
-    norm_act_between,
-    norm_factors,
-    norm_gradient,
-    norm_output_gradient,
-)
 from .dropout import (
     drawn,
     drop,
@@ -34,17 +24,13 @@ from .dropout import (
 )
 from .elementwise import bias_act, derivative, gradient, sum_of
 from .gated import gate, gate_gradient
-from .group_norm import centred, group_norm_gradient
 from .inverse import inverse
 from .rms_norm import rms_norm, rms_norm_gradient
-from .row_norm import inexact_columns, row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
     "bias_act",
-    "centred",
-    "combine",
     "computes",
     "derivative",
     "drawn",
@@ -59,24 +45,11 @@ __all__ = [
     "gate_gradient",
     "gradient",
     "gradient_of_marked",
-    "group_norm_gradient",
-    "inexact_channels",
-    "inexact_columns",
-    "input_passes",
     "inverse",
     "is_kept",
-    "norm_act",
-    "norm_act_between",
-    "norm_factors",
-    "norm_gradient",
-    "norm_output_gradient",
-    "norm_passes",
     "packed",
     "rms_norm",
     "rms_norm_gradient",
-    "row_norm",
-    "row_norm_gradient",
-    "row_norm_slow_because",
     "scaled",
     "slope",
     "slow_because",
@@ -99,11 +72,3 @@ def slow_because(activation: Activation, dtype: torch.dtype, *, may_build: bool 
     if activation.fitted_derivative(dtype) is None:
         return None
     return f"a fit of {activation.name}'s derivative takes dozens of operations, several times PyTorch's time"
-
-
-def norm_passes(tensor: Tensor, activation: Activation) -> None:
-    """None: torch's own kernels serve."""
-
-
-def input_passes(activation: Activation, dtype: torch.dtype) -> None:
-    """None: torch's own kernels serve."""

@@ -4,15 +4,11 @@ import torch
 from triton.runtime import driver
 
 from ...activations import Activation
-from ..torch import inexact_columns
-from .batch_norm import input_passes, norm_passes
 from .codegen import computes
 from .dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
 from .elementwise import bias_act, gradient, inverse
 from .gates import gate, gate_gradient
-from .group_norm import group_norm_gradient
 from .rms_norm import rms_norm, rms_norm_gradient
-from .row_norm import row_norm, row_norm_gradient, row_norm_slow_because
 
 __all__ = [
     "ADDS_BIAS",
@@ -26,17 +22,10 @@ __all__ = [
     "gate",
     "gate_gradient",
     "gradient",
-    "group_norm_gradient",
-    "inexact_columns",
-    "input_passes",
     "inverse",
     "missing_because",
-    "norm_passes",
     "rms_norm",
     "rms_norm_gradient",
-    "row_norm",
-    "row_norm_gradient",
-    "row_norm_slow_because",
     "slow_because",
 ]
 

@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.runtime.errors import OutOfResources, PTXASError
 
 from ...activations import Activation
-from ..norms import GroupNorm, RowNorm
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 ERRORS = (OutOfResources, PTXASError, OSError, subprocess.CalledProcessError, RuntimeError)
 WORDS = ("no kernel image", "kernel image is invalid", "unsupported", "PassManager", "Failed to find C compiler")
 
-#: What could not be launched, with which activation or norm, dtype and device.
+#: What could not be launched, with which activation, dtype and device.
 _failed: set[Hashable] = set()
 _warned: set[torch.device] = set()
 
@@ -76,4 +75,4 @@ def has_failed(name: str, args: tuple[Any, ...]) -> bool:
 
 def _key(name: str, args: tuple[Any, ...]) -> Hashable:
     like = next(arg for arg in args if isinstance(arg, Tensor))
-    return name, like.device, like.dtype, *(arg for arg in args if isinstance(arg, Activation | RowNorm | GroupNorm))
+    return name, like.device, like.dtype, *(arg for arg in args if isinstance(arg, Activation))
