@@ -40,7 +40,6 @@ DEFINITIONS = {
     "sublinear": "fl.SublinearSequential as it is",
     "cheap": "the same with recompute='cheap', which keeps the results of convolutions, and 0.6 of what eager keeps as "
     "its memory_budget_bytes",
-    "fused": "the same as sublinear, with fl.FusedBatchNormAct2d",
     "invertible": "fl.InvertibleSequential",
     "time": "microseconds of forward+backward: median and quartiles over interleaved rounds",
     "ratio": "median over rounds of time / eager's time in the same round, with quartiles; speed is its inverse",

@@ -1,7 +1,7 @@
 """``python -m bench custom``: activations with trainable parameters, in ResNet-18.
 
 Each is written as ordinary PyTorch (``examples/custom_activation.py``) and measured in two variants: called as it is,
-and handed to ``fl.FusedBatchNormAct2d``. Among them is ReLU, whose bytes a custom activation should cost.
+and handed to ``fl.bias_act``. Among them is ReLU, whose bytes a custom activation should cost.
 """
 
 import argparse

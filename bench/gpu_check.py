@@ -70,7 +70,6 @@ HALVES = {
         Item("contexts", 40),
         Item("sanitizer", 60),
         Item("pointwise", 30),
-        Item("saving", 25),
     ),
     2: (
         Item("tests", 160),

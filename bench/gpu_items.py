@@ -19,7 +19,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import fusedlayers as fl
@@ -333,35 +332,6 @@ def _host_time(step: Callable[[], None], calls: int = 50) -> float:
     return round(measure.spread(times)["median"], 1)
 
 
-# --- norms and dropout, by what users call --------------------------------------------------------------------------
-
-
-def _saving() -> Iterator[Case]:
-    for dtype in DTYPES:
-        for name in ("alone", "behind gelu"):
-            yield Case(f"dropout {name}/{_short(dtype)}", partial(_check_dropout, name, dtype))
-
-
-def _check_dropout(name: str, dtype: torch.dtype) -> Findings:
-    """The same numbers are dropped as by torch from one seed, and alone all results are the same."""
-    x, dy = (_normal(2048, 1024, dtype=dtype, seed=i) for i in range(2))
-    x.requires_grad_()
-    results = []
-    for drop, act in ((fl.dropout, fl.gelu), (F.dropout, F.gelu)):
-        torch.manual_seed(0)
-        y = drop(x if name == "alone" else act(x), 0.1)
-        results.append([y.detach(), *torch.autograd.grad(y, x, dy)])
-    (y, dx), (expected, expected_dx) = results
-    if name == "alone":
-        _the_same([y, dx], [expected, expected_dx], "results")
-        return {}
-    _expect_equal((y == 0).to(dtype), (expected == 0).to(dtype), "what was dropped")
-    error = float((dx.double() - expected_dx.double()).norm() / expected_dx.double().norm().clamp_min(1e-30))
-    if not is_fake() and not error <= 8 * torch.finfo(dtype).eps + 1e-4:
-        raise Wrong(f"the gradient differs from eager's by {error:.2e} of its norm")
-    return {"error": error}
-
-
 # --- where kernels run ------------------------------------------------------------------------------------------------
 
 
@@ -477,6 +447,5 @@ ITEMS: dict[str, Callable[[], Iterator[Case]]] = {
     "kernels": _kernels,
     "sanitizer": _sanitizer,
     "host": _host,
-    "saving": _saving,
     "contexts": _contexts,
 }

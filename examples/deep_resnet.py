@@ -4,8 +4,8 @@
 
 The network (He et al. 2015, arXiv 1512.03385) is one sequence of stem, blocks and head, which ``nn.Sequential`` runs
 once, and ``fl.SublinearSequential`` partly twice. What it keeps is a matter of choice: as little as can be, the results
-of convolutions, or as much as a budget allows; and batch norm and ReLU may be one layer (``fl.FusedBatchNormAct2d``).
-All variants begin with the same weights and see the same images, and their losses are the same.
+of convolutions, or as much as a budget allows. All variants begin with the same weights and see the same images, and
+their losses are the same.
 """
 
 import argparse
@@ -24,7 +24,7 @@ MakeNormAct = Callable[[int], nn.Module]
 
 
 class BatchNormAct(nn.BatchNorm2d):
-    """Batch norm and activation as eager PyTorch has them, their parameters named as in ``FusedBatchNormAct2d``."""
+    """Batch norm and activation, with a residual in between."""
 
     def __init__(self, channels: int, activation: nn.Module | None = None) -> None:
         super().__init__(channels)
@@ -33,10 +33,6 @@ class BatchNormAct(nn.BatchNorm2d):
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         z = super().forward(x)
         return self.activation(z if residual is None else z + residual)
-
-
-def fused_norm_act(channels: int) -> nn.Module:
-    return fl.FusedBatchNormAct2d(channels, "relu")
 
 
 class Block(nn.Module):
@@ -109,15 +105,14 @@ def resnet(
 def variants(depth: int) -> dict[str, nn.Sequential]:
     """The same network in several containers; each draws the same weights."""
 
-    def parts(make_norm_act: MakeNormAct = BatchNormAct) -> list[nn.Module]:
+    def parts() -> list[nn.Module]:
         torch.manual_seed(0)
-        return resnet(depth, make_norm_act)
+        return resnet(depth)
 
     return {
         "nn.Sequential": nn.Sequential(*parts()),
         "sublinear": fl.SublinearSequential(*parts()),
         "sublinear, cheap": fl.SublinearSequential(*parts(), recompute="cheap"),
-        "sublinear, fused": fl.SublinearSequential(*parts(fused_norm_act)),
     }
 
 

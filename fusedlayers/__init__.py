@@ -7,14 +7,11 @@ For a model that you have: ``fuse(model, inputs)``, ``fit(model, inputs, memory_
 from typing import TYPE_CHECKING, Any
 
 from .activations import activation, activations
-from .asking import plan_of
 from .checkpoint.recompute import sublinear
 from .checkpoint.sequential import SublinearSequential
-from .dropouts import dropout
 from .fitting.compiled import fit_compiled
 from .fitting.fit import fit
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
-from .gates import bmm, gated_act, grouped_mm, linear, matmul
 from .invertible.activation import InvertibleActivation
 from .invertible.batchnorm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d
 from .invertible.call import dry_mode, in_backward_mode, in_dry_mode
@@ -66,7 +63,6 @@ from .nn.activations import (
 )
 from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .nn.dense import LINEAR_TYPES, FusedDenseAct
-from .nn.dropout import Dropout
 from .nn.mlp import FusedGatedMLP, FusedMLP
 from .profiling.explanation import explain
 from .profiling.memory_use import memory_report
@@ -100,7 +96,6 @@ __all__ = [
     "SELU",
     "AdditiveCoupling",
     "AffineCoupling",
-    "Dropout",
     "FusedColwiseParallel",
     "FusedConvAct1d",
     "FusedConvAct2d",
@@ -139,21 +134,17 @@ __all__ = [
     "activation",
     "activations",
     "bias_act",
-    "bmm",
     "celu",
     "conv_bias_act",
     "dense_bias_act",
-    "dropout",
     "dry_mode",
     "elu",
     "explain",
     "fit",
     "fit_compiled",
     "fuse",
-    "gated_act",
     "gated_mlp",
     "gelu",
-    "grouped_mm",
     "hardsigmoid",
     "hardswish",
     "hardtanh",
@@ -161,14 +152,11 @@ __all__ = [
     "in_dry_mode",
     "invertible_checkpoint",
     "leaky_relu",
-    "linear",
     "logsigmoid",
-    "matmul",
     "memory_report",
     "mish",
     "mlp",
     "orthogonal",
-    "plan_of",
     "quick_gelu",
     "relu6",
     "save_once",

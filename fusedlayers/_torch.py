@@ -14,8 +14,8 @@ Private attributes of torch's objects are used where the objects are, and nowher
   ``_check_input_dim`` (batch norms); state dicts: ``_metadata``; styles of tensor parallelism:
   ``_prepare_input_fn``, ``_prepare_output_fn``;
 * nodes of autograd: ``_sequence_nr``, ``_input_metadata``, ``_raw_saved_*``, ``_raw_saved_result``,
-  ``_raw_saved_tensors``, ``_saved_self``, ``_saved_other``, ``_saved_approximate``, ``_saved_dim``, ``_saved_result1``,
-  ``_saved_result2``, ``_forward_cls`` (of a Function's node), and what ``recipes/replays.py`` reads of each;
+  ``_raw_saved_tensors``, ``_saved_self``, ``_saved_approximate``, ``_saved_dim``, ``_forward_cls`` (of a Function's
+  node), and what ``recipes/replays.py`` reads of each;
 * operators: ``_schema``, ``_overloadpacket``.
 
 Unless a comment says otherwise, torch 2.11 and 2.13 have the same.
@@ -30,7 +30,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C import DisableTorchFunction
 from torch._C._autograd import SavedTensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
@@ -54,7 +53,6 @@ __all__ = [
     "PROXY_MODE",
     "SELECTIVE_CHECKPOINT_MODES",
     "TO_COPY",
-    "DisableTorchFunction",
     "FakeTensor",
     "Node",
     "NormBase",
@@ -76,12 +74,10 @@ __all__ = [
     "dynamo_is_loaded",
     "elementwise_dtypes",
     "ensure_cuda_guard",
-    "foreach",
     "forward_ad_level",
     "function_mode_count",
     "functorch_is_active",
     "graph_is_kept",
-    "grouped_mm",
     "inductor",
     "infrastructure_mode",
     "is_exporting",
@@ -150,8 +146,6 @@ def is_exporting() -> bool:
 
 # --- the autograd graph and its saved tensors -------------------------------------------------------------------------
 
-#: What ``F.grouped_mm`` calls, in which ``TorchFunctionMode``s see it.
-grouped_mm: Callable[..., Any] = torch._grouped_mm
 #: () -> int: how many ``TorchFunctionMode``s are active.
 function_mode_count: Callable[[], int] = torch._C._len_torch_function_stack
 #: () -> the innermost of them, or None.
@@ -168,8 +162,6 @@ saved_tensors_hooks_are_enabled: Callable[[], bool] = torch._C._autograd.__dict_
 graph_is_kept: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 #: (tensor, shape) -> Tensor: an alias that autograd takes for no view.
 unsafe_view: Callable[..., Tensor] = torch.ops.aten._unsafe_view.default
-#: (name) -> the function of a list of tensors that ``torch.<name>`` is for one: few launches for all of them.
-foreach: Callable[[str], Callable[..., list[Tensor]]] = functools.cache(lambda name: getattr(torch, f"_foreach_{name}"))
 
 
 class Node(Function):
@@ -198,7 +190,6 @@ sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ig
 #: The logger that prints the traceback of errors under fake tensors.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
-# DisableTorchFunction: context in which ``__torch_function__`` is not called, neither of subclasses nor of modes.
 # FakeTensor: a tensor without data, which tracing computes shapes with.
 # OpOverload: the class of ``torch.ops.aten.add.Tensor``.
 # TorchDispatchMode: base of modes that see every operator. Its public documentation names this place.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from . import asking, backends, sizes, validation
+from . import backends, sizes, validation
 from ._torch import autocast_is_active, is_of_transform, torchscript_state
 from .activations import Activation, Saved
 from .backends import Backend
@@ -207,12 +207,12 @@ def _chunks(key: BlockKey, block: Block) -> int:
 _plans: BoundedCache[BlockPlan] = BoundedCache(1024)
 
 
-def plan_block(  # noqa: C901  # one function: entering another one takes longer than any of these tests
+def plan_block(  # one function: entering another one takes longer than any of these tests
     options: BlockOptions, x: Tensor, first: Sequence[Linear], last: Linear, activation: Activation
 ) -> tuple[BlockPlan, tuple[Tensor, ...]]:
     """The plan for a block's call, and the tensors that its activation reads."""
     tensors: tuple[Any, ...] = (*chain(*first, last),)  # weights and biases in turn
-    is_compiled = torch.compiler.is_compiling() or (asking.questions and asking.is_asked_for_compiled())
+    is_compiled = torch.compiler.is_compiling()
     is_traced = torchscript_state() is not None  # numbers may be tensors then
     if is_compiled or is_traced or not validation.are_usual((x, *tensors[::2]), tensors[1::2]):
         validation.check_block(options, x, first, last)
@@ -221,8 +221,6 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
         if not is_compiled:
             because = followed_by() if is_traced else validation.unusual_because(x, *tensors)
             found = BlockPlan("composite", "eager", f"not fused: {because}")
-        if asking.questions:
-            asking.answer(found)
         return found, ()
     shape = x.shape
     if not shape or not first[0].w.dim():
@@ -280,11 +278,9 @@ def plan_block(  # noqa: C901  # one function: entering another one takes longer
         cached = _plans.get(key)
     except TypeError:  # an option that cannot be hashed, which the checks refuse
         key, cached = (), None
-    if cached is None or asking.questions:  # calls of the same facts may have other reasons
+    if cached is None:
         reasons = plain_because, by_layer_because
         cached = _plans.put(key, _decide(options, x, first, last, activation, operands, is_small, *reasons))
-    if asking.questions:
-        asking.answer(cached)
     return cached, operands
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from . import asking, backends, sizes, validation
+from . import backends, sizes, validation
 from ._torch import (
     FAKE_MODE,
     PROXY_MODE,
@@ -145,11 +145,7 @@ def plan_for(
         is_usual: ``validation.are_usual`` of all tensors.
     """
     if not is_usual:
-        call = Call(operation, x, w, b, residual, activation, save, None, is_inplace)
-        found = call.plan()
-        if asking.questions:
-            asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
-        return found, activation, ()
+        return Call(operation, x, w, b, residual, activation, save, None, is_inplace).plan(), activation, ()
     size, limits = sizes.sized(x, elements)  # where that is None, ``shapes`` say it
     given = activation
     operands: tuple[Tensor, ...] = ()
@@ -216,14 +212,12 @@ def plan_for(
         known = _plans.get(facts)
     except TypeError:  # an option that cannot be hashed, which the checks refuse
         facts, known = (), None
-    if known is not None and not asking.questions:
+    if known is not None:
         return (known, activation, operands) if known.path != "composite" else (known, given, ())
     call = Call(
         operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, plain_because
     )
     found = _plans.put(facts, call.plan())
-    if asking.questions:
-        asking.answer(found, lambda: make_plan(call.key()._replace(is_compiling=True, size="large")))
     # PyTorch computes what was given, and not what was traced of it.
     return (found, activation, operands) if found.path != "composite" else (found, given, ())
 

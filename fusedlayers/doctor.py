@@ -85,7 +85,7 @@ def _loops() -> str:
     library = build.shared_object()  # which warns of what the compiler said
     if library is not None:
         return f"loaded from {library._name}"
-    return f"none: {build.missing_because()}; GELU, SiLU, Mish, norms and others are PyTorch's on CPUs"
+    return f"none: {build.missing_because()}; GELU, SiLU, Mish and others are PyTorch's on CPUs"
 
 
 def _gpus() -> str:

@@ -21,12 +21,11 @@ from .block_plan import BlockPlan
 from .call import autocast_dtype, followed_by, needs_gradient, plan_dense, plan_for
 from .ops.autocast import shared_cast
 from .ops.conv import Conv
-from .ops.dropout import act_dropout, drop, has_torchs_mask, joined, serves
+from .ops.dropout import act_dropout, drop, has_torchs_mask, serves
 from .ops.mlp import MLP
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
 from .ops.place import InputPlace, place_of
 from .ops.pointwise import BiasAct, Origin
-from .ops.product import product_of
 from .plan import Plan
 from .sizes import is_small
 from .utils.compiled_checkpoint import compiled_checkpoint
@@ -36,15 +35,14 @@ Operands = Sequence[Tensor]
 
 
 def dropped(y: Tensor, p: float) -> Tensor:
-    """``F.dropout(y, p)`` that keeps a bit for each element, and none behind an activation that has saved its output;
-    by PyTorch where that cannot be, or is not worth a node in Python."""
+    """``F.dropout(y, p)`` that keeps a bit for each element; by PyTorch where that cannot be, or is not worth a node in
+    Python."""
     is_ours = validation.are_usual((y,)) and needs_gradient(y)
     is_ours = is_ours and y.dtype in DTYPES and not is_small(y)
     is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
     if not is_ours or not has_torchs_mask(y, p):
         return F.dropout(y, p) if p else y
-    joint = joined(y, p)
-    return drop(y, p, backends.choose(y), product_of(y)) if joint is None else joint
+    return drop(y, p, backends.choose(y))
 
 
 def run_dropout(
@@ -71,7 +69,7 @@ def run_dropout(
         along, z, None, None, None, activation, save, (along, z.dim()), z.numel(), False, is_usual
     )
     if plan.path in ("fused", "in_place") and plan.saved == "output" and not operands and serves(z, record, p):
-        y = act_dropout(z, None, record, p, plan.backend or backends.choose(z, record), is_own)
+        y = act_dropout(z, record, p, plan.backend or backends.choose(z, record), is_own)
     else:
         y = dropped(POINTWISE[plan.path](plan, along, z, None, None, None, record, operands), p)
     return operation.unflattened(y, given) if is_view else y

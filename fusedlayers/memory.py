@@ -179,15 +179,10 @@ class _Ledger:
         self._saved[id(saved)] = keys
         return saved
 
-    #: For ``ops/buffer_reuse.py``.
-    pack.only_looks = True  # type: ignore[attr-defined]  # a mark
-
     def unpack(self, saved: "_Saved") -> Tensor:
         if backward_pass() != -1:
             self._note()
         return unedited((saved.tensor, saved.version))
-
-    unpack.only_looks = True  # type: ignore[attr-defined]  # a mark
 
     def release(self, saved: "_Saved") -> None:
         for key in self._saved.pop(id(saved)):

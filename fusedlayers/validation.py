@@ -201,23 +201,6 @@ def check_window(function: str, **sizes: object) -> None:
             raise TypeError(f"{function}: {name} must be an int, or one for each dimension, got {size!r}")
 
 
-def check_gate(gate: Tensor, up: Tensor | None, packing: object, packings: Sequence[str]) -> None:
-    """All checks of a gate's tensors, before anything is computed."""
-    if packing not in packings:
-        raise ValueError(f"gated_act: packing must be one of {', '.join(packings)}, got {packing!r}")
-    check_tensors("gated_act", {"gate": gate}, up=up)
-    if gate.is_nested:
-        return  # which does not tell its sizes
-    if up is None:
-        if not gate.dim() or gate.shape[-1] % 2:
-            raise ValueError(f"gated_act: without up, gate must hold both, (..., 2 * hidden), got {dims_of(gate)}")
-        return
-    if packing != packings[0]:
-        raise ValueError(f"gated_act: packing={packing!r} says how gate holds both, but there is up; drop one of them")
-    if gate.shape != up.shape:
-        raise ValueError(f"gated_act: gate {dims_of(gate)} and up {dims_of(up)} must have the same shape")
-
-
 def check_last(
     function: str,
     weights: dict[str, Tensor],

@@ -120,10 +120,6 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
         lambda x, w1, b1, w2, b2: fl.mlp(x, w1, b1, w2, b2, "gelu", save="recompute"),
         _tensors((ROWS, 256), (WIDTH, 256), (WIDTH,), (256, WIDTH), (256,)),
     ),
-    "gate and product": lambda: (
-        lambda gate, up, w: fl.linear(fl.gated_act(gate, up), w),
-        _tensors((ROWS, WIDTH), (ROWS, WIDTH), (256, WIDTH)),
-    ),
     "gated mlp": lambda: (
         lambda x, g, u, d: fl.gated_mlp(x, g, None, u, None, d, None, "silu"),
         _tensors((ROWS, 256), (WIDTH, 256), (WIDTH, 256), (256, WIDTH)),

@@ -20,7 +20,6 @@ PACKAGE = ROOT / "fusedlayers"
 LAYERS = [
     ["_torch"],
     ["utils."],
-    ["asking"],
     ["derivative."],
     ["activations."],
     ["backends."],
@@ -28,7 +27,7 @@ LAYERS = [
     ["ops.", "validation"],
     ["plan", "call", "block_plan"],
     ["execute"],
-    ["functional", "dropouts", "gates", "memory"],
+    ["functional", "memory"],
     ["nn."],
     ["recipes."],
     ["checkpoint.", "invertible."],

@@ -558,22 +558,22 @@ def test_custom_results_have_everything_a_reader_needs(tmp_path: Path) -> None:
 
 
 def test_custom_records_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Broken(BatchNormAct):  # type: ignore[misc, valid-type]  # loaded by its path
-        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+    class Broken(custom._Fused):
+        def forward(self, z: torch.Tensor) -> torch.Tensor:
             raise RuntimeError("out of luck\nwith a second line")
 
-    class Wrong(BatchNormAct):  # type: ignore[misc, valid-type]  # loaded by its path
-        def forward(self, *args: torch.Tensor) -> torch.Tensor:
-            return super().forward(*args).square()  # type: ignore[no-any-return]
+    class Wrong(custom._Fused):
+        def forward(self, z: torch.Tensor) -> torch.Tensor:
+            return super().forward(z).square()
 
-    monkeypatch.setattr(custom.fl, "FusedBatchNormAct2d", Broken)
+    monkeypatch.setattr(custom, "_Fused", Broken)
     result = custom_run("resnet18/snake")
     (row,) = result["cases"]
     assert row["variants"]["fusedlayers"] == {"error": "RuntimeError: out of luck"}
     assert row["variants"]["eager"]["forward_backward"]["ratio"] == 1
     assert custom.acceptance(result) == ["resnet18/snake: MISSED: RuntimeError: out of luck"]
 
-    monkeypatch.setattr(custom.fl, "FusedBatchNormAct2d", Wrong)
+    monkeypatch.setattr(custom, "_Fused", Wrong)
     (row,) = custom_run("resnet18/snake")["cases"]
     assert row["variants"]["fusedlayers"]["error"].startswith("ArithmeticError: differs from float64 by ")
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from plans import plans_of
 from reference import relative
 from torch import Tensor
 
@@ -197,15 +198,15 @@ def _check_layers(reason: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(128, 64, requires_grad=True)
     gelu, tanh, softplus = (fl.FusedDenseAct(64, 256, name) for name in ("gelu", "tanh", "softplus"))
-    (made,) = fl.plan_of(gelu, x)
+    (made,) = plans_of(gelu, x)
     assert made.path == "composite" and reason in str(made) and str(made).startswith("not fused: ")
-    (made,) = fl.plan_of(fl.FusedMLP(64, 256), x)
+    (made,) = plans_of(fl.FusedMLP(64, 256), x)
     assert made.path == "composite" and reason in str(made)
     # What costs torch one operation, or few, stays fused; and so does what is asked for.
     for fused in (tanh, softplus, fl.FusedDenseAct(64, 256, "gelu", save="output")):
-        (made,) = fl.plan_of(fused, x)
+        (made,) = plans_of(fused, x)
         assert made.path in ("fused", "in_place") and made.saved == "output", made
-    assert fl.plan_of(gelu, x.detach().requires_grad_())[0].saved == "eager"
+    assert plans_of(gelu, x.detach().requires_grad_())[0].saved == "eager"
     for dtype, most in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         for layer in (gelu, tanh, softplus, fl.FusedDenseAct(64, 256, "gelu", save="output")):
             _check_gradients(layer.to(dtype), x.detach().to(dtype), most)

@@ -18,6 +18,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from literature import PUBLISHED, Published
+from plans import plans_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -325,7 +326,7 @@ def test_several_dimensions_may_have_the_size_of_a_tensor(shape: tuple[int, ...]
         return z + torch.sin(p * z) ** 2 / (p + 1)
 
     y = fl.bias_act(z, None, function)
-    assert fl.plan_of(fl.bias_act, z, None, function)[0].saved == "input"
+    assert plans_of(fl.bias_act, z, None, function)[0].saved == "input"
     assert all(math.prod(trace_key.example) < 96 * 96 for *_, trace_key in custom._traces)
     _same_as_eager(y, function(z), [z, p])
 
@@ -336,7 +337,7 @@ def test_terms_of_a_gradient_may_cancel() -> None:
     gabor = [nn.Parameter(t) for t in (a, b)]
     z = torch.randn(4, 16, 100, requires_grad=True)
     function = lambda z: torch.cos(5 * (z - gabor[1]) / gabor[0]) * torch.exp(-0.5 * ((z - gabor[1]) / gabor[0]) ** 2)
-    assert fl.plan_of(fl.bias_act, z, None, function)[0].saved == "input"
+    assert plans_of(fl.bias_act, z, None, function)[0].saved == "input"
     _same_as_eager(fl.bias_act(z, None, function), function(z), [z, *gabor])
 
 
@@ -407,11 +408,11 @@ def test_what_torch_compile_returned_is_traced_as_what_it_was_given() -> None:
     compiled = torch.compile(lambda z, slope=1.0: z * torch.sigmoid(slope * z))
     z = torch.randn(512, 512, requires_grad=True)
     for function in (compiled, functools.partial(compiled, slope=2.0), lambda z: 3 * compiled(z, 0.5)):
-        (plan,) = fl.plan_of(fl.bias_act, z, None, function)
+        (plan,) = plans_of(fl.bias_act, z, None, function)
         assert plan.saved == "output", plan
     scale = nn.Parameter(torch.tensor(0.5))
     function = lambda z: scale * compiled(z)
-    (plan,) = fl.plan_of(fl.bias_act, z, None, function)
+    (plan,) = plans_of(fl.bias_act, z, None, function)
     assert plan.saved == "input", plan
     y = fl.bias_act(z, None, function)
     eager = scale * _swish(z, 1.0)
@@ -677,7 +678,7 @@ def test_between_two_layers_no_more_is_kept_than_pytorch_keeps(dtype: torch.dtyp
             for hidden in (lambda f: fl.dense_bias_act(x, w, None, f), lambda f: f(F.linear(x, w)))
         )
         assert kept <= by_torch, number
-    assert fl.plan_of(fl.dense_bias_act, x, w, None, torch.exp)[0].reason.startswith("not fused: PyTorch keeps less")
+    assert plans_of(fl.dense_bias_act, x, w, None, torch.exp)[0].reason.startswith("not fused: PyTorch keeps less")
     assert "not fused: PyTorch keeps less" in repr(fl.FusedDenseAct(32, 48, torch.exp))
     # Blocks keep less than that, and a layer that is asked to.
     block = fl.FusedMLP(32, 48, activation=torch.exp, save="recompute", dtype=dtype)
@@ -1216,7 +1217,7 @@ def test_functions_that_call_transforms_are_left_to_pytorch() -> None:
     """PyTorch allows none of the hooks with which is counted what it would keep."""
     slope = torch.func.vmap(torch.func.vmap(torch.func.grad(lambda t: t.cosh().log())))
     z = torch.randn(64, 64, requires_grad=True)
-    (plan,) = fl.plan_of(fl.bias_act, z, None, slope)
+    (plan,) = plans_of(fl.bias_act, z, None, slope)
     assert plan.path == "composite" and "because it refuses saved-tensor hooks, as torch.func does" in str(plan)
     (found,) = torch.autograd.grad(fl.bias_act(z, None, slope).sum(), z)
     assert torch.equal(found, torch.autograd.grad(slope(z).sum(), z)[0])

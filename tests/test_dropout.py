@@ -1,7 +1,6 @@
 """An activation and the dropout behind it in one buffer: the numbers that F.dropout drops, gradients from the marks,
 what is saved, and where PyTorch computes it."""
 
-import copy
 import itertools
 import math
 import re
@@ -19,6 +18,7 @@ import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.backends import cpu
 from fusedlayers.backends import torch as reference
+from fusedlayers.execute import dropped
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops import dropout
 
@@ -398,13 +398,13 @@ def test_bad_probabilities(p: Any, error: type[Exception]) -> None:
         fl.dense_bias_act(x, torch.randn(3, 4), None, "gelu", dropout=0.5)
 
 
-# --- dropout alone, and behind an activation that did not know of it --------------------------------------------------
+# --- where an output does not tell the derivative: a bit for each element ---------------------------------------------
 
 
 def _both(function: Callable[[Callable[..., Tensor]], Tensor], *sources: Tensor) -> list[list[Tensor]]:
-    """What ``function`` computes with this package's dropout and with torch's, from one seed, and its gradients."""
+    """What ``function`` computes with ``dropped`` and with torch's dropout, from one seed, and its gradients."""
     found = []
-    for drop in (fl.dropout, F.dropout):
+    for drop in (dropped, F.dropout):
         torch.manual_seed(7)
         y = function(drop)
         after = torch.get_rng_state()
@@ -436,8 +436,7 @@ def test_bits_of_any_number_of_elements(count: int, backend: Any) -> None:
 
 def test_it_keeps_a_bit_for_each_element() -> None:
     x = torch.randn(100, 80, requires_grad=True)
-    assert saved_bytes(lambda: fl.dropout(x, 0.1)) == x.numel() // 8
-    assert saved_bytes(lambda: fl.Dropout(0.1)(x)) == x.numel() // 8
+    assert saved_bytes(lambda: dropped(x, 0.1)) == x.numel() // 8
     assert saved_bytes(lambda: F.dropout(x, 0.1)) == x.numel() * 4
 
 
@@ -451,153 +450,9 @@ def test_layouts_of_inputs_and_gradients(view: Any) -> None:
         assert torch.equal(a, b)
     for dy in (torch.ones(()).expand(40, 30), torch.randn(30, 40).t(), torch._neg_view(torch.randn(40, 30))):
         torch.manual_seed(7)
-        y = fl.dropout(x, 0.3)
+        y = dropped(x, 0.3)
         assert type(y.grad_fn).__name__ == "DropoutBackward"
         torch.testing.assert_close(torch.autograd.grad(y, x, dy)[0], dy / 0.7 * (y != 0))
-
-
-def test_what_is_left_to_torch() -> None:
-    x = torch.randn(40, 30, requires_grad=True)
-    for y in (
-        fl.dropout(x[:, ::2], 0.3), fl.dropout(x[:2, :2], 0.3), fl.dropout(x, 1.0), fl.dropout(x * 1, 0.3, True, True),
-    ):  # fmt: skip
-        assert "Mul" in type(y.grad_fn).__name__
-    assert fl.dropout(x, 0.0) is x and fl.dropout(x, 0.3, False) is x and fl.Dropout(0.3).eval()(x) is x
-    assert fl.dropout(x.detach(), 0.3).grad_fn is None
-    for arguments in ((x, 1.5), (x, -0.1), (x, "0.1"), (x, None), ([1.0], 0.1)):
-        with pytest.raises((ValueError, TypeError, AttributeError)) as torchs:
-            F.dropout(*arguments)
-        with pytest.raises(type(torchs.value), match=re.escape(str(torchs.value))):
-            fl.dropout(*arguments)
-
-
-JOINED = {"gelu": fl.gelu, "silu": fl.silu, "relu": lambda x: fl.bias_act(x, None, "relu"), "elu": fl.elu}
-
-
-@pytest.mark.parametrize("name", JOINED)
-@each_dtype
-def test_behind_an_activation_both_keep_one_buffer(name: str, dtype: torch.dtype) -> None:
-    x, w = torch.randn(40, 300).to(dtype).requires_grad_(), torch.randn(5, 300).to(dtype).requires_grad_()
-    act = JOINED[name]
-    y = fl.dropout(act(x), 0.3)
-    assert type(y.grad_fn).__name__ == "ActDropoutBackward"
-    assert saved_bytes(lambda: F.linear(fl.dropout(act(x * 1), 0.3), w)) == x.numel() * x.itemsize
-    ours, torchs = _both(lambda drop: drop(act(x), 0.3), x)
-    unit = torch.finfo(dtype).eps
-    torch.testing.assert_close(ours[0], torchs[0], rtol=2 * unit, atol=2 * unit)
-    assert torch.equal(ours[1], torchs[1])
-    torch.testing.assert_close(
-        ours[2], torchs[2], rtol=4 * unit, atol=4 * unit**0.5 if name in ("gelu", "silu") else unit
-    )
-
-
-def test_an_activation_that_others_read_too() -> None:
-    """Its node stays, and gives its own share of the gradient."""
-    x = torch.randn(40, 300, requires_grad=True)
-
-    def both(drop: Callable[..., Tensor]) -> Tensor:
-        y = fl.gelu(x.exp())
-        return drop(y, 0.3) * y.sin() + drop(y, 0.5)
-
-    ours, torchs = _both(both, x)
-    torch.testing.assert_close(ours[0], torchs[0])
-    torch.testing.assert_close(ours[2], torchs[2], rtol=1e-3, atol=1e-3)
-
-
-def test_an_activation_that_was_edited_is_dropped_alone() -> None:
-    x = torch.randn(40, 300, requires_grad=True)
-    y = fl.gelu(x)
-    with torch.no_grad():
-        y.mul_(2)
-    assert type(fl.dropout(y, 0.3).grad_fn).__name__ == "DropoutBackward"
-    for made in (
-        lambda: fl.gelu(x).mul_(2),
-        lambda: fl.gelu(x).view(300, 40),
-        lambda: fl.bias_act(x, torch.zeros(300)),
-    ):
-        assert type(fl.dropout(made(), 0.3).grad_fn).__name__ == "DropoutBackward"
-
-
-def test_joined_dropouts_under_checkpoints_hooks_and_second_derivatives() -> None:
-    x = torch.randn(40, 300, requires_grad=True)
-
-    def block(x: Tensor, drop: Any = fl.dropout) -> Tensor:
-        return drop(drop(fl.tanh(x) if hasattr(fl, "tanh") else fl.elu(x.sin()), 0.3).exp(), 0.2)
-
-    results = []
-    for drop, wrap in (
-        (F.dropout, None),
-        (fl.dropout, None),
-        (fl.dropout, True),
-        (fl.dropout, False),
-        (fl.dropout, "cpu"),
-    ):
-        torch.manual_seed(7)
-        if wrap == "cpu":
-            with torch.autograd.graph.save_on_cpu():
-                y = block(x, drop)
-        else:
-            y = block(x, drop) if wrap is None else checkpoint(block, x, drop, use_reentrant=wrap)
-        (grad,) = torch.autograd.grad(y.square().sum(), x) if wrap is not True else _through(y, x)
-        results.append((y.detach(), grad))
-    for found in results[1:]:
-        torch.testing.assert_close(found, results[0])
-    torch.manual_seed(7)
-    y = block(x)
-    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    torch.manual_seed(7)
-    (expected,) = torch.autograd.grad(block(x, F.dropout).square().sum(), x, create_graph=True)
-    for a, b in zip(*(torch.autograd.grad(g.square().sum(), x) for g in (first, expected)), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
-    y = block(x)
-    batched = torch.autograd.grad(y, x, torch.ones(3, *y.shape), is_grads_batched=True, retain_graph=True)[0]
-    torch.testing.assert_close(batched[1], torch.autograd.grad(y.sum(), x)[0])
-
-
-def _through(y: Tensor, x: Tensor) -> tuple[Tensor]:
-    x.grad = None
-    y.square().sum().backward()
-    assert x.grad is not None
-    return (x.grad,)
-
-
-@pytest.mark.parametrize("gated", [lambda g, u: fl.gated_act(g, u), lambda g, u: fl.silu(g) * u], ids=["one", "two"])
-def test_a_dropped_gate_keeps_its_factors_and_bits(gated: Any) -> None:
-    gate, up, w = torch.randn(40, 300), torch.randn(40, 300), torch.randn(5, 300)
-    gate, up, w = (t.requires_grad_() for t in (gate, up, w))
-    one = gate.numel() * 4
-    ours, torchs = _both(lambda drop: fl.linear(drop(gated(gate * 1, up * 1), 0.3), w), gate, up, w)
-    for a, b in zip(ours, torchs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
-    assert saved_bytes(lambda: fl.linear(fl.dropout(gated(gate * 1, up * 1), 0.3), w)) == 2 * one + one // 32
-    edited = fl.dropout(gated(gate, up), 0.3)
-    with torch.no_grad():
-        edited.add_(1)
-    assert type(fl.linear(edited, w).grad_fn).__name__ == "MmBackward0"
-
-
-def test_transforms_and_modules_that_are_copied() -> None:
-    x = torch.randn(4, 300)
-    torch.manual_seed(7)
-    y = torch.func.vmap(lambda x: fl.dropout(fl.gelu(x), 0.3), randomness="different")(x)
-    assert y.shape == x.shape
-    module = copy.deepcopy(fl.Dropout(0.3))
-    assert (
-        isinstance(module, nn.Dropout) and repr(module) == "Dropout(p=0.3, inplace=False)" and not module.state_dict()
-    )
-
-
-def test_who_asks_for_an_activations_gradient_gets_it() -> None:
-    x = torch.randn(40, 300, requires_grad=True)
-    y = fl.gelu(x)
-    y.retain_grad()
-    fl.dropout(y, 0.5).sum().backward()
-    assert y.grad is not None and set(y.grad.unique().tolist()) == {0.0, 2.0}
-    seen: list[Tensor] = []
-    y = fl.gelu(x)
-    y.register_hook(seen.append)
-    fl.dropout(y, 0.5).sum().backward()
-    assert len(seen) == 1
 
 
 def test_kinks_are_not_crossed() -> None:

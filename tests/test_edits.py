@@ -137,19 +137,6 @@ def test_of_a_graph_that_was_freed_pytorch_says_what_it_says() -> None:
         loss.backward()
 
 
-class _Edits(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(32, 48), nn.GELU(), nn.Linear(48, 8)
-        self.factor = 1.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.act(self.up(x))
-        if self.factor != 1:
-            y *= self.factor
-        return self.down(y)
-
-
 def _edited(x: Tensor) -> Tensor:
     return fl.dense_bias_act(x, W, B, "gelu").mul_(2).sin()
 

@@ -10,6 +10,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
+from plans import plans_of
 from reference import FOLDED_TOLERANCE, compare, gradients, leaves, relative
 from torch import Tensor, nn
 
@@ -708,6 +709,6 @@ def test_what_a_transform_has_left_behind_is_left_to_pytorch() -> None:
     left: list[torch.Tensor] = []
     torch.func.grad(lambda x: (left.append(x * 2), x.sum())[1])(torch.randn(40, 40))  # type: ignore[func-returns-value]
     w = torch.randn(30, 40, requires_grad=True)
-    (plan,) = fl.plan_of(fl.bias_act, left[0])
+    (plan,) = plans_of(fl.bias_act, left[0])
     assert plan.path == "composite" and "torch.func" in str(plan)
     torch.testing.assert_close(fl.dense_bias_act(left[0], w), F.gelu(F.linear(left[0], w)))

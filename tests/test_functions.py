@@ -15,6 +15,7 @@ from typing import NamedTuple
 import functions
 import pytest
 import torch
+from plans import plans_of
 from torch import Tensor
 
 import fusedlayers as fl
@@ -43,7 +44,7 @@ def check(text: str, seed: int = 0) -> list[str]:
     for dtype in DTYPES:
         generator = torch.Generator().manual_seed(seed)
         z = torch.randn(SHAPE, generator=generator)
-        (plan,) = fl.plan_of(fl.bias_act, z.to(dtype, copy=True).requires_grad_(), None, function)
+        (plan,) = plans_of(fl.bias_act, z.to(dtype, copy=True).requires_grad_(), None, function)
         kept.append(plan.saved if plan.path == "fused" else "-")
         for scale in SCALES if plan.path == "fused" else ():
             say = f"function {seed}, {text}, {dtype}, scale {scale}"

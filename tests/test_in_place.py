@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import covering
+from plans import plans_of
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -90,7 +91,7 @@ def test_it_is_what_the_function_computes(
         return [y, *first, *second]
 
     own = partial(call, activation=name, residual=residual)
-    (found,) = fl.plan_of(own, x, w, b)
+    (found,) = plans_of(own, x, w, b)
     assert (found.path, found.saved) == ("in_place", "output")
     got = results(own(x, w, b), twice=False)
     kept = saved_bytes(own, x, w, b, exclude=[x, w, b])
@@ -100,7 +101,7 @@ def test_it_is_what_the_function_computes(
         expected = results(resolve(name).plain(summed), twice=True)
         torch.testing.assert_close(results(own(x, w, b), twice=True), expected, rtol=1e-4, atol=1e-3)
     monkeypatch.setattr(sizes, "MEDIUM_BYTES", 0)
-    assert fl.plan_of(own, x, w, b)[0].path == "fused"
+    assert plans_of(own, x, w, b)[0].path == "fused"
     assert all(map(torch.equal, got, results(own(x, w, b), twice=False)))
 
 
@@ -155,12 +156,12 @@ def test_under_autocast(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, w, b = (torch.randn(shape, requires_grad=True) for shape in shapes)
     own = partial(call, activation="elu")
     with torch.autocast("cpu", torch.bfloat16):
-        assert fl.plan_of(own, x, w, b)[0].path == "in_place"
+        assert plans_of(own, x, w, b)[0].path == "in_place"
         y = own(x, w, b)
         kept = saved_bytes(own, x, w, b, exclude=[x, w, b])
         assert kept == saved_bytes(operation, x, w, b, exclude=[x, w, b]) + y.numel() * y.itemsize
         monkeypatch.setattr(sizes, "MEDIUM_BYTES", 0)
-        assert fl.plan_of(own, x, w, b)[0].path == "fused"
+        assert plans_of(own, x, w, b)[0].path == "fused"
         expected = own(x, w, b)
     dy = torch.randn_like(y)
     assert y.dtype is torch.bfloat16 and torch.equal(y, expected)
@@ -175,7 +176,7 @@ def test_frozen_parts() -> None:
     for wanted in (x, w, b, residual):
         wanted.requires_grad_(True)
         call = partial(fl.dense_bias_act, activation="tanh", residual=residual)
-        (found,) = fl.plan_of(call, x, w, b)
+        (found,) = plans_of(call, x, w, b)
         call(x, w, b).sum().backward()
         expected = torch.autograd.grad(torch.tanh(F.linear(x, w, b) + residual).sum(), wanted)[0]
         torch.testing.assert_close(wanted.grad, expected)
@@ -187,31 +188,31 @@ def test_frozen_parts() -> None:
 
 def test_bias_act() -> None:
     x, b = torch.randn(30, 40, requires_grad=True), torch.randn(40, requires_grad=True)
-    (found,) = fl.plan_of(fl.bias_act, x, b, "elu")
+    (found,) = plans_of(fl.bias_act, x, b, "elu")
     assert found.path == "in_place"
     before = x.detach().clone()
     y = fl.bias_act(x, b, "elu")
     assert torch.equal(y, F.elu(x + b)) and torch.equal(x, before)
     # Without a bias the argument would be overwritten, and with inplace=True it is to be.
-    for call in (lambda: fl.plan_of(fl.bias_act, x, None, "elu"), lambda: fl.plan_of(fl.elu, x)):
+    for call in (lambda: plans_of(fl.bias_act, x, None, "elu"), lambda: plans_of(fl.elu, x)):
         assert call()[0].path == "fused"
     assert torch.equal(fl.elu(x), F.elu(x)) and torch.equal(x, before)
-    assert fl.plan_of(fl.bias_act, x * 1, b, "elu", inplace=True)[0].path == "fused"
+    assert plans_of(fl.bias_act, x * 1, b, "elu", inplace=True)[0].path == "fused"
 
 
 def test_large_and_other_results() -> None:
     x = torch.randn(30, 12, requires_grad=True)
     for name in ("gelu", "softplus", "celu", "relu6", "hardtanh"):  # relu6_ saves a copy
-        assert fl.plan_of(fl.FusedDenseAct(12, 40, name), x)[0].path == "fused"
+        assert plans_of(fl.FusedDenseAct(12, 40, name), x)[0].path == "fused"
     for save in ("input", "recompute"):
-        assert fl.plan_of(fl.FusedDenseAct(12, 40, "relu", save=save), x)[0].path == "fused"
-    assert fl.plan_of(fl.FusedDenseAct(12, 40, nn.LeakyReLU(-0.5)), x)[0].path == "fused"
+        assert plans_of(fl.FusedDenseAct(12, 40, "relu", save=save), x)[0].path == "fused"
+    assert plans_of(fl.FusedDenseAct(12, 40, nn.LeakyReLU(-0.5)), x)[0].path == "fused"
 
 
 def test_the_sizes_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "SMALL_BYTES", 512 << 10)
     monkeypatch.setattr(sizes, "MEDIUM_BYTES", 2 << 20)
-    paths = [fl.plan_of(fl.FusedDenseAct(8, 1024, "elu"), torch.randn(n, 8))[0].path for n in (127, 128, 511, 512)]
+    paths = [plans_of(fl.FusedDenseAct(8, 1024, "elu"), torch.randn(n, 8))[0].path for n in (127, 128, 511, 512)]
     assert paths == ["composite", "in_place", "in_place", "fused"]
     small = torch.randn(127, 8)
-    assert fl.plan_of(fl.FusedDenseAct(8, 1024, "elu", save="output"), small)[0].path == "in_place"
+    assert plans_of(fl.FusedDenseAct(8, 1024, "elu", save="output"), small)[0].path == "in_place"

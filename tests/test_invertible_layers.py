@@ -340,5 +340,5 @@ def test_batch_norms_refuse_what_torchs_refuse() -> None:
     with pytest.raises(ValueError, match="InvertibleBatchNorm1d: one value per channel has no variance"):
         module(torch.randn(1, 3))
     assert torch.equal(module.running_var, torch.ones(3))  # nothing was written
-    with pytest.raises(ValueError, match="eps must be positive"):
+    with pytest.raises(ValueError, match="eps must be"):
         fl.InvertibleBatchNorm1d(3, eps=-1e-3).eval()(torch.randn(4, 3))

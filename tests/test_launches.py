@@ -28,7 +28,6 @@ LAUNCHES = {
     "scalar parameter": (3, 4),
     "mlp": (3, 7),
     "mlp, recomputing": (3, 9),
-    "gate and product": (2, 5),
     "gated mlp": (4, 8),
 }
 
@@ -77,7 +76,7 @@ def test_processes_with_different_noise_launch_the_same(measured: dict[str, Any]
 def test_scratch(measured: dict[str, Any]) -> None:
     """Beside arguments and results a launch gets what was saved, the gradient of the hidden buffer, and 1 % of that."""
     hidden = 4096 * 3072 * 2
-    buffers = {"mlp": (1, 2), "mlp, recomputing": (1, 2), "gate and product": (1, 1), "gated mlp": (3, 3)}
+    buffers = {"mlp": (1, 2), "mlp, recomputing": (1, 2), "gated mlp": (3, 3)}
     buffers |= {"dropout": (0.5, 0)}  # the mask, for a moment
     buffers |= {"dense gelu": (0, 1), "dense relu": (0, 1)}  # y, over which dz is written
     for name, found in measured.items():

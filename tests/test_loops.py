@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from plans import plans_of
 from reference import FOLDED_TOLERANCE, all_values, derivative, relative
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -264,9 +265,6 @@ ACTIVATIONS: dict[str, Any] = {
 def _activation(name: str, dtype: torch.dtype) -> Activation:
     function = ACTIVATIONS[name]
     return resolve(function) if isinstance(function, str) else _traced(function, dtype)
-
-
-every_path = pytest.mark.parametrize("name", ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -638,7 +636,7 @@ def test_users_functions_have_their_derivative_from_the_loops(function: Any) -> 
     assert (elementwise.forward_kernel(activation, torch.float32, True) is not None) == activation.is_folded
     layer = fl.FusedDenseAct(64, 256, function)
     x = torch.randn(128, 64, requires_grad=True)
-    (plan,) = fl.plan_of(layer, x)
+    (plan,) = plans_of(layer, x)
     assert (plan.path, plan.saved) == ("fused", "output")
     sources = [x, layer.weight, layer.bias]
     y = layer(x)

@@ -12,6 +12,7 @@ import reference
 import torch
 import torch.nn.functional as F
 from pairs import covering
+from plans import plans_of
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -968,11 +969,11 @@ def test_the_plan_says_what_is_saved_where_layers_are_frozen() -> None:
     x = torch.randn(50, IN, requires_grad=True) * 1
     assert _node(module(x)) == "MLPBackward" and "saves the output (last bit" in repr(module)
     module.fc1.requires_grad_(False)
-    outer, inner = fl.plan_of(module, x)
+    outer, inner = plans_of(module, x)
     assert outer.path == "by_layer" and "the first layer is frozen" in str(outer) and inner.saved == "output"
     assert _node(module(x)) != "MLPBackward"
     module.save = "recompute"
-    assert _node(module(x)) == "MLPBackward" and [found.saved for found in fl.plan_of(module, x)] == ["recompute"]
+    assert _node(module(x)) == "MLPBackward" and [found.saved for found in plans_of(module, x)] == ["recompute"]
 
 
 @every_module

@@ -1,7 +1,6 @@
-"""``plan_of`` says what a call will save, by which path and why: compared with what the result's graph really keeps."""
+"""What a plan says that a call will save, by which path and why: compared with what the result's graph really keeps."""
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -13,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pairs import covering
+from plans import plans_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
-from fusedlayers import asking, backends, block_plan, call, execute, functional, plan, sizes
+from fusedlayers import backends, block_plan, call, execute, functional, plan, sizes
 from fusedlayers.activations import resolve
 from fusedlayers.backends.operations import MATMUL
 from fusedlayers.execute import PATHS, POINTWISE
@@ -97,14 +97,14 @@ def test_the_graph_keeps_what_the_plan_says(
     module: Any = make(ACTIVATIONS[name], save).to(dtype)
     _set(module, trains_w, trains_b)
     x = torch.randn(shape, dtype=dtype, requires_grad=trains_x)
-    (found,) = fl.plan_of(module, x)
+    (found,) = plans_of(module, x)
     assert _kept(module, x, module) == _expected(found, module, x, ACTIVATIONS[name], eager)
     if not (trains_x or trains_w or trains_b):
         assert found.path in ("no_grad", "composite")
     if found.path == "fused":
         assert module(x).grad_fn.name() in ("BiasActBackward", "ViewBackward0")
     with torch.no_grad():
-        assert fl.plan_of(module, x)[0].path in ("no_grad", "composite") and module(x).grad_fn is None
+        assert plans_of(module, x)[0].path in ("no_grad", "composite") and module(x).grad_fn is None
 
 
 @pytest.mark.parametrize(("subject", "name", "save"), covering(list(SUBJECTS), list(ACTIVATIONS), SAVES))
@@ -113,7 +113,7 @@ def test_under_autocast(subject: str, name: str, save: str) -> None:
     module: Any = make(ACTIVATIONS[name], save)
     x = torch.randn(shape, requires_grad=True)
     with torch.autocast("cpu", torch.bfloat16):
-        (found,) = fl.plan_of(module, x)
+        (found,) = plans_of(module, x)
         # The casts of the input and of the weight, which eager keeps too.
         casts = _kept(lambda t: eager(module, t), x, module)
         activated = _kept(module, x, module)
@@ -130,7 +130,7 @@ def test_under_the_compiler(subject: str, name: str, save: str) -> None:
     make, shape, eager = SUBJECTS[subject]
     module: Any = make(ACTIVATIONS[name], save)
     x = torch.randn(shape, requires_grad=True)
-    (found,) = fl.plan_of(module, x, compiled=True)
+    (found,) = plans_of(module, x, compiled=True)
     assert found.path == "compiled"
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True)
@@ -144,25 +144,25 @@ def test_a_block_and_its_layers() -> None:
     x = torch.randn(100, 16, requires_grad=True)
     block = fl.FusedMLP(16, 64)
     hidden = 100 * 64 * 4
-    (found,) = fl.plan_of(block, x)
+    (found,) = plans_of(block, x)
     assert (found.path, found.saved) == ("fused", "output") and _kept(block, x, block) == hidden
-    (found,) = fl.plan_of(fl.FusedMLP(16, 64, save="recompute"), x)
+    (found,) = plans_of(fl.FusedMLP(16, 64, save="recompute"), x)
     assert (found.path, found.saved) == ("fused", "recompute")
     gated = fl.FusedGatedMLP(16, 64)
-    assert fl.plan_of(gated, x)[0].saved == "input" and _kept(gated, x, gated) == 2 * hidden
+    assert plans_of(gated, x)[0].saved == "input" and _kept(gated, x, gated) == 2 * hidden
     # A frozen first layer: layer by layer.
     block.fc1.requires_grad_(False)
-    outer, inner = fl.plan_of(block, x * 1)
+    outer, inner = plans_of(block, x * 1)
     assert outer.path == "by_layer" and "frozen" in str(outer)
     assert inner.saved == "output" and saved_bytes(lambda x: block(x * 1), x, exclude=[x, block]) == hidden
     # Adapters elsewhere: a wholly frozen gated block saves two buffers, where eager saves three.
     gated.requires_grad_(False)
-    outer, inner = fl.plan_of(gated, x * 1)
+    outer, inner = plans_of(gated, x * 1)
     assert outer.path == "by_layer" and inner.saved == "output"
     assert saved_bytes(lambda x: gated(x * 1), x, exclude=[x, gated]) == 2 * hidden
     with torch.no_grad():
-        assert [p.path for p in fl.plan_of(block, x)] == ["by_layer", "no_grad"]
-    assert [p.path for p in fl.plan_of(block.requires_grad_(True), x, compiled=True)] == ["by_layer", "compiled"]
+        assert [p.path for p in plans_of(block, x)] == ["by_layer", "no_grad"]
+    assert [p.path for p in plans_of(block.requires_grad_(True), x, compiled=True)] == ["by_layer", "compiled"]
 
 
 def test_float64_is_pytorchs() -> None:
@@ -173,54 +173,13 @@ def test_float64_is_pytorchs() -> None:
         lambda: fl.bias_act(x, b, "tanh", save="input"): lambda: torch.tanh(x + b),
         lambda: fl.dense_bias_act(x, w, b, torch.sin, save="recompute"): lambda: torch.sin(F.linear(x, w, b)),
         lambda: fl.mlp(x, w, b, v, None, "silu", save="recompute"): lambda: F.linear(F.silu(F.linear(x, w, b)), v),
-        lambda: fl.gated_act(x, b * w[:30]): lambda: F.silu(x) * (b * w[:30]),
     }
     for ours, eager in by_pytorch.items():
-        (found,) = fl.plan_of(ours)
+        (found,) = plans_of(ours)
         assert (found.path, str(found)) == ("composite", "not fused: float64 is computed by PyTorch")
         y, expected = ours(), eager()
         gradients = (torch.autograd.grad(t.sin().sum(), (x, w, b, v), materialize_grads=True) for t in (y, expected))
         assert torch.equal(y, expected) and all(map(torch.equal, *gradients))
-
-
-def test_asking_computes_nothing_and_ends() -> None:
-    ran: list[int] = []
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = fl.FusedDenseAct(12, 40)
-
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.layer(x)
-            ran.append(1)
-            return y
-
-    model, x = Model(), torch.randn(30, 12)
-    assert len(fl.plan_of(model, x)) == 1 and ran == [] and asking.questions == []
-    assert model(x).shape == (30, 40) and ran == [1]
-    with pytest.raises(ValueError, match=r"plan_of: .* plans nothing with these arguments"):
-        fl.plan_of(torch.relu, x)
-    with pytest.raises(ValueError, match=r"plan_of: gelu plans nothing .* \(fusedlayers\.gelu, and not PyTorch's\)"):
-        fl.plan_of(torch.nn.functional.gelu, x)
-    with pytest.raises(ValueError, match="last dimension must be the weight's second"):
-        fl.plan_of(model, x[:, :5])
-    with pytest.raises(TypeError, match=r"^plan_of: no inputs were given; pass what .*: plan_of\(layer, x\)$"):
-        fl.plan_of(model)
-    assert asking.questions == []
-
-
-def test_other_threads_go_on() -> None:
-    layer, x = fl.FusedDenseAct(12, 40), torch.randn(30, 12)
-    shapes: list[Any] = []
-
-    def ask(x: Tensor) -> Tensor:
-        thread = threading.Thread(target=lambda: shapes.append(layer(x).shape))
-        thread.start()
-        thread.join()
-        return layer(x)
-
-    assert len(fl.plan_of(ask, x)) == 1 and shapes == [(30, 40)]
 
 
 # --- reasons ----------------------------------------------------------------------------------------------------------
@@ -230,7 +189,7 @@ def test_the_reason_names_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch
     layer, x = fl.FusedDenseAct(12, 40), torch.randn(30, 12, requires_grad=True)
 
     def reason(function: Callable[..., Any] = layer, *args: Any, **kwargs: Any) -> str:
-        (found,) = fl.plan_of(function, *(args or (x,)), **kwargs)
+        (found,) = plans_of(function, *(args or (x,)), **kwargs)
         assert found.path == "composite"
         return str(found)
 
@@ -295,9 +254,9 @@ def test_repr_and_plan_say_the_same() -> None:
     x = torch.randn(300, 12, requires_grad=True)
     for activation, save in covering(list(ACTIVATIONS.values()), SAVES):
         layer = fl.FusedDenseAct(12, 40, activation, save=save)
-        assert str(fl.plan_of(layer, x)[0]) in repr(layer)
+        assert str(plans_of(layer, x)[0]) in repr(layer)
     for block in (fl.FusedMLP(12, 40), fl.FusedGatedMLP(12, 40, save="recompute")):
-        assert str(fl.plan_of(block, x)[0]) in repr(block)
+        assert str(plans_of(block, x)[0]) in repr(block)
 
 
 # --- remembering ------------------------------------------------------------------------------------------------------
@@ -396,15 +355,6 @@ def test_a_call_like_one_before_is_checked_where_it_differs(name: str, argument:
             call(lambda t, dtype=dtype: t.to(dtype))
 
 
-def test_a_question_is_answered_for_its_own_call() -> None:
-    """Small calls are decided once whatever their tensors are like; the reasons differ."""
-    x, w, v = torch.randn(3, 12), torch.randn(40, 12), torch.randn(12, 40)
-    usual, negated = (partial(fl.mlp, t, w, None, v, None) for t in (x, torch._neg_view(x)))
-    usual(), negated()
-    for asked, reason in ((usual, "are left to PyTorch"), (negated, "negative bit"), (usual, "are left to PyTorch")):
-        assert reason in str(fl.plan_of(asked)[0])
-
-
 def test_what_pytorch_computes_is_not_held() -> None:
     w = torch.randn(40, 12, requires_grad=True)
 
@@ -463,9 +413,9 @@ def test_a_block_with_a_frozen_computed_weight_saves_no_more_than_eager() -> Non
 
 def test_tensors_with_the_negative_bit_are_pytorchs() -> None:
     z = torch.randn(40, 16, requires_grad=True)
-    assert fl.plan_of(fl.bias_act, z, None, "gelu")[0].path == "fused"
+    assert plans_of(fl.bias_act, z, None, "gelu")[0].path == "fused"
     negated = torch._neg_view(z)
-    assert "negative bit" in str(fl.plan_of(fl.bias_act, negated, None, "gelu")[0])
+    assert "negative bit" in str(plans_of(fl.bias_act, negated, None, "gelu")[0])
     torch.testing.assert_close(fl.bias_act(negated, None, "gelu"), F.gelu(-z))
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 from pairs import covering
+from plans import plans_of
 from subjects import ACTIVATIONS, FLOOR, SUBJECTS, Twins, assert_as_exact
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops import mlp_forward
 
@@ -82,7 +82,7 @@ def test_saved_bytes(name: str, activation: str, save: str) -> None:
     """Never more than eager; what was asked for, and what the plan says."""
     twins = Twins.of(name, activation, save=save)
     x = twins.input()
-    found = fl.plan_of(twins.own, x)[0]
+    found = plans_of(twins.own, x)[0]
     exclude = [x, twins.own, *twins.sources]
     kept, eagers = (saved_bytes(call, x, exclude=exclude) for call in (twins.own, twins.eager))
     hidden = twins.subject.hidden(twins.own, x) * x.itemsize
@@ -299,7 +299,7 @@ def test_autocast_around_backward(name: str, activation: str, save: str) -> None
     """Changes nothing of what the package computes."""
     twins = Twins.of(name, activation, save=save)
     x = twins.input()
-    if fl.plan_of(twins.own, x)[0].path in ("composite", "by_layer"):
+    if plans_of(twins.own, x)[0].path in ("composite", "by_layer"):
         return
     # Of dense layers and convolutions, gradients of inputs and weights are by nodes of torch's.
     sources = [t for t in (x, *twins.sources) if t.dim() < 2 or not name.startswith(("dense", "conv"))]

@@ -27,7 +27,6 @@ MODULES: list[Callable[[], nn.Module]] = [
     lambda: fl.FusedGatedMLP(8, 16),
     fl.GELU,
     fl.LeakyReLU,
-    fl.Dropout,
     lambda: fl.SublinearSequential(nn.Linear(8, 8)),
 ]
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import SPLITS, Switch
-from gpu import ACTIVATIONS, DEVICE, DTYPES, FOLDED, INTERPRETED, INTERPRETER_WARNINGS
+from gpu import ACTIVATIONS, DEVICE, DTYPES, INTERPRETED, INTERPRETER_WARNINGS
 from reference import all_values, assert_as_good_as_torch, check_gates, derivative, encoding_error, steps, ulp
 from torch import Tensor
 
@@ -38,7 +38,6 @@ EPSILON = torch.finfo(torch.float32).eps
 LEAST = 2.0**-120
 
 every_activation = pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
-every_folded = pytest.mark.parametrize("activation", FOLDED, ids=repr)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 

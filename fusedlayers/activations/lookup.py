@@ -42,8 +42,6 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         hint = ""
         if "Conv" in function and isinstance(activation, int | tuple):
             hint = "; other arguments, as stride=2, are keywords"
-        elif "Norm" in function and isinstance(activation, float):  # the place of PyTorch's eps
-            hint = f"; write eps={activation}"
         elif isinstance(activation, bool) and "Dense" in function:  # the place of nn.Linear's bias
             hint = f"; write bias={activation}"
         raise TypeError(

@@ -151,7 +151,7 @@ class Pointwise(NamedTuple):
 
 
 #: What the activation of a gate is applied to.
-GATE = Pointwise(-1, "gated_act")
+GATE = Pointwise(-1, "gate")
 
 
 Operation = Matmul | Convolution | Pointwise

@@ -1,1 +1,1 @@
-"""Modules: dense and convolution layers, batch norms, MLP blocks, and activations that save their output."""
+"""Modules: dense and convolution layers, MLP blocks, and activations that save their output."""

@@ -25,19 +25,6 @@ def saved_under_hooks() -> bool:
     return saved_tensors_hooks_on_top(True) is not None
 
 
-def hooks_move_tensors() -> bool:
-    """Whether saved-tensor hooks are active that may put something else in a saved tensor's place. To read that before
-    backward would bring it back, or compute it once more; hooks that only look, as ``memory.saved_bytes`` has, say so
-    by ``only_looks``."""
-    hooks = saved_tensors_hooks_on_top(True)
-    return hooks is not None and hooks_move(hooks[0])
-
-
-def hooks_move(hook: Any) -> bool:
-    """The same of one hook, or of None."""
-    return hook is not None and not getattr(hook, "only_looks", False)
-
-
 def is_ours_alone(saved: Tensor) -> bool:
     """Whether nobody else can read ``saved``, an output that this backward pass has unpacked.
 

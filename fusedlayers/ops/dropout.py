@@ -3,10 +3,6 @@
 A dropped output of an activation is a zero with a sign of its own (``backends/torch/dropout.py``).
 The derivative is that at the output times ``1 - p``. The mask is torch's own: for the same seed the same numbers are
 dropped as by ``F.dropout``, and the generator goes on from the same state.
-
-An activation does not know that a dropout follows. Where it was computed by a node that saves its output, and reads no
-bias, the dropout begins where that node began, at the activation's input (``BiasAct``). The activation's
-node then has no successor, and is freed with what it saved, as soon as its result is.
 """
 
 from __future__ import annotations
@@ -25,11 +21,10 @@ from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense, laid_out_as
 from ..utils.profile_ranges import profile_range
 from ..utils.storages import is_plain
-from .buffer_reuse import hooks_move_tensors, is_ours_alone, saved_under_hooks
+from .buffer_reuse import is_ours_alone, saved_under_hooks
 from .edits import expected_from_hooks, saved_tensors
 from .place import InputPlace, differentiable
-from .pointwise import BiasAct, SlopeOfInput, needs_composite
-from .product import Product, product_of
+from .pointwise import SlopeOfInput, needs_composite
 
 
 class Mask(NamedTuple):
@@ -52,9 +47,9 @@ class Mask(NamedTuple):
 
 
 @profile_range(lambda *_: "dropout")
-def drop(x: Tensor, p: float, backend: Backend, product: Product | None) -> Tensor:
-    """``F.dropout(x, p)``. Of a product whose factors are saved, ``product`` says how it is made."""
-    y: Tensor = Dropout.apply(x, p, backend, product)
+def drop(x: Tensor, p: float, backend: Backend) -> Tensor:
+    """``F.dropout(x, p)``."""
+    y: Tensor = Dropout.apply(x, p, backend)
     return y
 
 
@@ -62,11 +57,10 @@ class Dropout(Node):
     """``drop`` in one node."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, backend: Backend, product: Product | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, p: float, backend: Backend) -> Tensor:
         ctx.mask = Mask(x.shape, x.stride(), reference.factor_of(p, x.dtype, x.device.type), backend)
         y, bits = backend.drop(x, p)
         ctx.save_for_backward(bits)
-        ctx.product, ctx.version = None if hooks_move_tensors() else product, y._version
         return y
 
     @staticmethod
@@ -74,43 +68,15 @@ class Dropout(Node):
         (dy,) = grads
         (bits,) = ctx.saved_tensors
         if needs_composite(dy):
-            return ctx.mask.composite(dy, bits), None, None, None
-        return ctx.mask.apply(dy, bits), None, None, None
+            return ctx.mask.composite(dy, bits), None, None
+        return ctx.mask.apply(dy, bits), None, None
 
 
-def dropped_product_of(h: Tensor) -> Product | None:
-    """What h is the product of; also where some of the product has been dropped."""
-    node: Any = h.grad_fn
-    if getattr(node, "_forward_cls", None) is not Dropout:
-        return product_of(h)
-    product: Product | None = node.product
-    mask: Mask = node.mask
-    if product is None or h._version != node.version:
-        return None
-
-    def multiply(*saved: Tensor) -> Tensor:
-        *factors, bits = saved
-        return mask.apply(product.multiply(*factors), bits)
-
-    def composite(*saved: Tensor) -> Tensor:
-        *factors, bits = saved
-        return mask.composite(product.composite(*factors), bits)
-
-    def read() -> tuple[Tensor, ...] | None:
-        factors = product.read()
-        return None if factors is None else (*factors, *node.saved_tensors)
-
-    return Product(read, multiply, composite)
-
-
-@profile_range(lambda z, y, activation, *_: f"{activation.name}_dropout")
-def act_dropout(
-    z: Tensor, y: Tensor | None, activation: Activation, p: float, backend: Backend, overwrites: bool
-) -> Tensor:
-    """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite; or for ``y = activation(z)``,
-    which carries the branch, and then z is a tensor without values at its place in the graph."""
-    place = InputPlace.of(z) if y is None else InputPlace(z)
-    dropped: Tensor = ActDropout.apply(z, y, activation, p, backend, overwrites)
+@profile_range(lambda z, activation, *_: f"{activation.name}_dropout")
+def act_dropout(z: Tensor, activation: Activation, p: float, backend: Backend, overwrites: bool) -> Tensor:
+    """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite."""
+    place = InputPlace.of(z)
+    dropped: Tensor = ActDropout.apply(z, activation, p, backend, overwrites)
     node: Any = dropped.grad_fn
     if node is not None:
         node.place = place
@@ -121,21 +87,10 @@ class ActDropout(Node):
     """``act_dropout`` in one node."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        z: Tensor,
-        y: Tensor | None,
-        activation: Activation,
-        p: float,
-        backend: Backend,
-        overwrites: bool,
-    ) -> Tensor:
-        keep = reference.drawn(z if y is None else y, p)
-        if y is None:
-            out = backend.bias_act(z, None, activation, dim=-1, encode=True, out=z if overwrites else None)
-            y = backend.drop_marked(out, keep, activation, p, out)
-        else:
-            y = backend.drop_marked(y, keep, activation, p, torch.empty_like(y))
+    def forward(ctx: Any, z: Tensor, activation: Activation, p: float, backend: Backend, overwrites: bool) -> Tensor:
+        keep = reference.drawn(z, p)
+        out = backend.bias_act(z, None, activation, dim=-1, encode=True, out=z if overwrites else None)
+        y = backend.drop_marked(out, keep, activation, p, out)
         if overwrites:
             ctx.mark_dirty(z)
         ctx.save_for_backward(y)
@@ -149,10 +104,10 @@ class ActDropout(Node):
         activation, p, backend, hooked = ctx.settings
         (y,) = saved_tensors(ctx, "dropout", activation)
         if needs_composite(dy):
-            return _differentiable(activation, p, backend, dy, y, ctx.place), None, None, None, None, None
+            return _differentiable(activation, p, backend, dy, y, ctx.place), None, None, None, None
         out = y if not hooked and is_ours_alone(y) else torch.empty_like(y)
         dz = backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, out)
-        return dz.detach() if dz is y else dz, None, None, None, None, None
+        return dz.detach() if dz is y else dz, None, None, None, None
 
 
 def _differentiable(
@@ -169,22 +124,6 @@ def _gradient(activation: Activation, p: float, backend: Backend, dy: Tensor, y:
     if not needs_composite(dy):
         return backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, torch.empty_like(y))
     return reference.gradient_of_marked(activation, upcast(dy), upcast(y), y.dtype, 1 - p).to(y.dtype)
-
-
-def joined(y: Tensor, p: float) -> Tensor | None:
-    """The dropout of y in one node with the activation that made it; None where y is no such result, or was edited."""
-    node: Any = y.grad_fn
-    if getattr(node, "_forward_cls", None) is not BiasAct or y._version != node.version:
-        return None
-    place = None if node.place is None or node.has_terms else node.place[0]
-    if place is None:
-        return None
-    if y.retains_grad or y._backward_hooks:  # who asks for the gradient of y
-        return None
-    activation = node.plan.activation
-    if not serves(y, activation, p):
-        return None
-    return act_dropout(place, y.detach(), activation, p, node.plan.backend, False)
 
 
 def has_torchs_mask(x: Tensor, p: float) -> bool:

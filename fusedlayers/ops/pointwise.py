@@ -57,8 +57,7 @@ class BiasAct(Node):
 
     Where y is saved, and no ``origin``, the caller sets the node's ``place``, that of the activation's input in the
     graph, as what ``InputPlace`` is made of. Second derivatives go there, unless PyTorch's operation saves y as well
-    (``passes_output``). Where z alone is that input, an operation that follows may begin there too, and make one node
-    of both, if y still has the node's ``version``.
+    (``passes_output``).
     """
 
     @staticmethod
@@ -91,7 +90,6 @@ class BiasAct(Node):
             bias = b if operation_b is None else operation_b
             ctx.bias_version = None if bias is None else bias._version
         ctx.plan, ctx.place, ctx.version = plan, None, None if plan.overwrites else y._version
-        ctx.has_terms = b is not None or residual is not None
         is_checked = plan.is_hooked and plan.saved == "output"
         ctx.expected = expected_from_hooks(y, is_dirty=plan.overwrites) if is_checked else None
         return y

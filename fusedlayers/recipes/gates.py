@@ -1,6 +1,6 @@
 """Gates in a module that holds an activation and linear layers: ``act(a) * b`` as one node, which saves a and b.
 
-PyTorch's own nodes with recipes save as much, but write three new buffers in backward. The node (``ops/gate_act.py``)
+PyTorch's own nodes with recipes save as much, but write three new buffers in backward. The node (``ops/gate.py``)
 writes the gradients over a and b. ``act(a)`` itself is computed for nothing: whether it is multiplied shows later.
 
 Cost: a function mode around these modules, 2 us for each function that they call.
@@ -19,7 +19,7 @@ from .._torch import current_function_mode, function_mode_count
 from ..activations import Activation
 from ..backends.operations import GATE
 from ..call import needs_gradient, plan_for
-from ..ops.gate_act import can_gate, gate_act
+from ..ops.gate import can_gate, gate_act
 from .leaves import may_be_activation
 
 _PRODUCTS = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -54,7 +53,7 @@ def laid_out(tensor: Tensor, layout: Layout) -> Tensor:
 
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory in some order of the dimensions, without gaps or overlaps."""
-    if has_torchs_layout(tensor):
+    if tensor.is_contiguous() or channels_last_format(tensor) is not None:
         return True
     filled = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
@@ -65,37 +64,9 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
-def has_torchs_layout(tensor: Tensor) -> bool:
-    """Whether it is contiguous or channels-last: results of torch's batch norms are laid out alike then."""
-    return tensor.is_contiguous() or channels_last_format(tensor) is not None
-
-
 def laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
     """``tensor`` with the strides of dense ``like``: itself, or a copy."""
     return tensor if tensor.stride() == like.stride() else torch.empty_like(like).copy_(tensor)
-
-
-def copies_are_contiguous(tensor: Tensor) -> bool:
-    """Whether what PyTorch computes of it element by element is contiguous."""
-    return tensor.is_contiguous() or torch.empty_like(tensor, device="meta").is_contiguous()
-
-
-def copies_are_channels_last(tensor: Tensor) -> bool:
-    """Whether that is channels-last, and not contiguous as well."""
-    return not tensor.is_contiguous() and channels_last_format(torch.empty_like(tensor, device="meta")) is not None
-
-
-def of_rows(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor | None:
-    """``function(x)`` of rows along the last dimension, which returns contiguous tensors, laid out as PyTorch lays out
-    what it computes of x element by element. None where rows are not contiguous then."""
-    if x.is_contiguous():
-        return function(x)
-    result = torch.empty_like(x, device="meta")
-    *others, last = range(x.dim())
-    order = [*sorted(others, key=result.stride, reverse=True), last]
-    if not result.permute(order).is_contiguous():
-        return None
-    return function(x.permute(order)).permute(sorted(range(x.dim()), key=order.__getitem__))
 
 
 def channels_last_format(tensor: Tensor) -> torch.memory_format | None:

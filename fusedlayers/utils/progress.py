@@ -46,26 +46,6 @@ def asked(function: str, progress: object) -> Iterator[OnStage]:
         )
 
 
-class CallbackError(BaseException):
-    """An error of a caller's ``progress``, on its way past code that catches what a model raises."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__(error)
-        self.error = error
-
-
-def past_handlers(on_stage: OnStage) -> OnStage:
-    """Raises ``CallbackError`` for what ``on_stage`` raises."""
-
-    def tell(stage: str, part: float) -> None:
-        try:
-            on_stage(stage, part)
-        except Exception as error:
-            raise CallbackError(error) from error
-
-    return tell
-
-
 def within(on_stage: OnStage, start: float, end: float) -> OnStage:
     """For a part of a run: told of 0 to 1, it tells of ``start`` to ``end``."""
     return lambda stage, part: on_stage(stage, round(start + (end - start) * part, 2))

@@ -77,7 +77,7 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
     if compiler is None:
         _unsaid.append(
             "fusedlayers: there is no C compiler to build the loops for CPUs with, so activations whose derivative is "
-            f"fitted, and norms, are left to PyTorch there; install one, or silence this by {VARIABLE}=off"
+            f"fitted are left to PyTorch there; install one, or silence this by {VARIABLE}=off"
         )
         return None, NO_COMPILER
     try:
@@ -85,8 +85,8 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
     except (OSError, subprocess.SubprocessError, UnicodeError) as error:
         detail = getattr(error, "stderr", None) or error
         _unsaid.append(
-            "fusedlayers: the loops for CPUs could not be built or loaded, so activations whose derivative is fitted, "
-            f"and norms, are left to PyTorch there; {VARIABLE}=off silences this. {str(detail).strip()[-500:]}"
+            "fusedlayers: the loops for CPUs could not be built or loaded, so activations whose derivative is fitted "
+            f"are left to PyTorch there; {VARIABLE}=off silences this. {str(detail).strip()[-500:]}"
         )
         return None, f"the loops could not be built with {compiler[0]}"
 

@@ -23,7 +23,7 @@ from .launch import cdiv, next_power_of_2
 #: gelu's derivative in float32 spilled registers on sm_100.)
 TILE = 2048
 THREADS = 256
-#: Programs per backward launch, about: with a quarter of them an H100 took 2 to 7 % longer for what a batch norm adds.
+#: Programs per backward launch, about: with a quarter of them an H100 took 2 to 7 % longer.
 PROGRAMS = 8192
 #: The same where they sum, and the columns of a tile then: all partial sums take 128 KiB. An H100 took a third longer
 #: with half as many (GELU's gradient and a bias), and as long with twice or four times as many.

@@ -1,0 +1,34 @@
+"""The plans of a call: what it decides is noted, as if nothing had been decided before."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+from fusedlayers import block_plan, call, functional
+from fusedlayers.utils.bounded_cache import BoundedCache
+
+
+def plans_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs: Any) -> list[Any]:
+    """In order: that of a block, and those of its layers where these decide. ``compiled``: as ``torch.compile`` sees
+    the call."""
+    found: list[Any] = []
+
+    def noting(decide: Callable[..., Any], plan: Callable[[Any], Any]) -> Callable[..., Any]:
+        def decided(*arguments: Any) -> Any:
+            result = decide(*arguments)
+            found.append(plan(result))
+            return result
+
+        return decided
+
+    with (
+        mock.patch.object(call, "_plans", BoundedCache(64)),
+        mock.patch.object(block_plan, "_plans", BoundedCache(64)),
+        mock.patch.object(call.Call, "plan", noting(call.Call.plan, lambda plan: plan)),
+        mock.patch.object(functional, "plan_block", noting(functional.plan_block, lambda planned: planned[0])),
+        mock.patch("torch.compiler.is_compiling", return_value=compiled),
+    ):
+        function(*args, **kwargs)
+    return found
