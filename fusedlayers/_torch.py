@@ -10,7 +10,7 @@ Private attributes of torch's objects are used where the objects are, and nowher
   ``_values``; storages: ``_cdata``;
 * modules: ``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks``,
   ``_backward_pre_hooks``, ``_save_to_state_dict``, ``_load_from_state_dict``,
-  ``_compiled_call_impl``, ``_non_persistent_buffers_set``, ``_reversed_padding_repeated_twice`` (convolutions),
+  ``_compiled_call_impl``, ``_reversed_padding_repeated_twice`` (convolutions),
   ``_check_input_dim`` (batch norms); state dicts: ``_metadata``; styles of tensor parallelism:
   ``_prepare_input_fn``, ``_prepare_output_fn``;
 * nodes of autograd: ``_sequence_nr``, ``_input_metadata``, ``_raw_saved_*``, ``_raw_saved_result``,

@@ -104,10 +104,6 @@ def _log_cosh_stable(z: Tensor) -> Tensor:
     return torch.where(z.abs() < 4, near, far)
 
 
-def _loglog_gumbel(z: Tensor) -> Tensor:
-    return torch.exp(-torch.exp(-z))
-
-
 def _cube_root_like(z: Tensor) -> Tensor:
     return torch.sign(z) * (torch.pow(1 + z.abs(), 1 / 3) - 1)
 

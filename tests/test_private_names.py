@@ -30,7 +30,7 @@ ATTRIBUTES = {
     *("_version", "_base", "_is_view", "_indices", "_values", "_post_accumulate_grad_hooks", "_cdata"),
     *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
     *("_backward_pre_hooks", "_save_to_state_dict", "_load_from_state_dict", "_metadata"),
-    *("_reversed_padding_repeated_twice", "_check_input_dim", "_non_persistent_buffers_set"),
+    *("_reversed_padding_repeated_twice", "_check_input_dim"),
     "_compiled_call_impl",
     *("_prepare_input_fn", "_prepare_output_fn"),
     *(

@@ -25,35 +25,27 @@ class WithActivation(nn.Module):
         """A shape that the activation's results may have."""
         raise NotImplementedError
 
-    def _example_tensor(self) -> Tensor | None:
-        """A parameter or a buffer, whose dtype and device are the layer's; None if it has none."""
+    def _example_tensor(self) -> Tensor:
+        """A parameter, whose dtype and device are the layer's."""
         raise NotImplementedError
-
-    def _dtype(self) -> torch.dtype:
-        tensor = self._example_tensor()
-        return torch.get_default_dtype() if tensor is None else tensor.dtype
-
-    def _device(self) -> torch.device | None:
-        tensor = self._example_tensor()
-        return None if tensor is None else tensor.device
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
         """What the layer would keep of the activation in ``dtype``, in a few words."""
-        return describe(activation, self.save, dtype, self._device())
+        return describe(activation, self.save, dtype, self._example_tensor().device)
 
     def _set(self, activation: object, save: str) -> None:
         name = type(self).__name__
         check_save(name, save)
         resolved = resolve(activation, name)
         if save == "output":
-            choose_save(name, self._specialised(resolved), save, self._dtype())  # which may refuse
+            choose_save(name, self._specialised(resolved), save, self._example_tensor().dtype)  # which may refuse
         self.activation = activation
         self.save = save
 
     def _specialised(self, activation: Activation) -> Activation:
         if not activation.needs_tracing:
             return activation
-        return with_operands(activation, self._example_shape(), self._dtype()).activation
+        return with_operands(activation, self._example_shape(), self._example_tensor().dtype).activation
 
 
 #: The attributes that every module has.
@@ -61,7 +53,7 @@ _OF_ANY_MODULE = vars(nn.Module()).keys()
 
 
 class FusedAct(WithActivation):
-    """A layer and its activation in one module, with the parameters, buffers and attributes of torch's layer.
+    """A layer and its activation in one module, with the parameters and attributes of torch's layer.
 
     It is no subclass of that layer: code that exchanges or folds layers by ``isinstance`` would drop the activation.
     A layer of torch's is made and taken over, so that its constructor checks the arguments and draws the first values.
@@ -71,7 +63,7 @@ class FusedAct(WithActivation):
     torchs: ClassVar[Any]
     weight: Any
     bias: Any
-    #: The probability with which outputs are dropped in training, of layers that take it.
+    #: The probability with which outputs are dropped in training.
     dropout: float = 0.0
 
     def __init__(self, layer: nn.Module, activation: object, save: str) -> None:
@@ -82,8 +74,6 @@ class FusedAct(WithActivation):
         """Share what a layer of torch's has, and compute the activation too."""
         for name, parameter in layer._parameters.items():
             self.register_parameter(name, parameter)
-        for name, buffer in layer._buffers.items():
-            self.register_buffer(name, buffer, name not in layer._non_persistent_buffers_set)
         for name, value in vars(layer).items():
             if name not in _OF_ANY_MODULE:
                 setattr(self, name, value)
@@ -102,7 +92,7 @@ class FusedAct(WithActivation):
                 f"{cls.__name__}.from_modules: expected a plain {expected}, got {type(layer).__name__}, which may "
                 "compute something else; leave it as it is"
             )
-        if layer.weight is not None and layer.weight.dtype not in DTYPES:
+        if layer.weight.dtype not in DTYPES:
             raise TypeError(
                 f"{cls.__name__}.from_modules: {layer.weight.dtype} is no floating dtype; leave it as it is"
             )
@@ -120,9 +110,10 @@ class FusedAct(WithActivation):
 
     def extra_repr(self) -> str:
         resolved, torchs = self._specialised(resolve(self.activation)), self.torchs.extra_repr(self)
-        kept = self.keeps(resolved, self._dtype())
+        kept = self.keeps(resolved, self._example_tensor().dtype)
         dropped = [f"dropout={self.dropout}"] if self.dropout else []
         return ", ".join([torchs, f"activation={resolved!r}", *dropped, kept])
 
-    def _example_tensor(self) -> Tensor | None:
-        return next((t for t in (self.weight, *self.buffers()) if t is not None), None)
+    def _example_tensor(self) -> Tensor:
+        weight: Tensor = self.weight
+        return weight

@@ -81,7 +81,7 @@ class FusedBlock(WithActivation):
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
         options = BlockOptions(type(self).__name__, self.dropout, self.save, self.chunks, self.is_gated)
-        return describe_block(options, activation, dtype, self._device())
+        return describe_block(options, activation, dtype, self._example_tensor().device)
 
     @property
     def _last(self) -> Any:
@@ -112,7 +112,7 @@ class FusedBlock(WithActivation):
         reason = _called_because(self.layers())
         if reason is None:
             resolved = self._specialised(resolved)
-            kept = self.keeps(resolved, self._dtype())
+            kept = self.keeps(resolved, self._example_tensor().dtype)
         else:
             kept = f"not fused: {reason}"
         dropout = [f"dropout={self.dropout}"] if self.dropout else []
