@@ -954,3 +954,14 @@ def test_rows_and_peaks_on_a_gpu(name: str) -> None:
     assert report.device.startswith("cuda") and torch.equal(torch.cuda.get_rng_state(), state)
     assert report.saved_bytes == saved_bytes(model, x, exclude=[model, x])
     assert report.estimated_peak_bytes == pytest.approx(report.peak_bytes, rel=0.05)
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_of_a_fused_model_all_that_is_saved_is_listed(exact: bool) -> None:
+    model, x = Blocks(), torch.randn(ROWS, IN)
+    before = fl.memory_report(model, x)
+    fl.fuse(model, exact=exact)
+    report = fl.memory_report(model, x)
+    assert 0 < report.saved_bytes < before.saved_bytes
+    copies = 3 * IN * 4  # of norms' biases, which replays read
+    assert report.saved_bytes == saved_bytes(model, x, exclude=[x, *model.parameters()]) + copies

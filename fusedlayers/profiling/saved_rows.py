@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .._torch import tree_leaves
 from ..activations import Activation
-from ..utils.autograd_graph import checkpoints_of, saved_by
-from ..utils.storages import strided_parts
+from ..recipes.recipe import Saved, Value, all_of
+from ..utils.autograd_graph import checkpoints_of, is_leaf, raw_saved, saved_by
+from ..utils.storages import strided_parts, tensors_in
 from .module_tracker import ModuleTracker
 
 #: What a saved storage can be. Only activations count: the others existed before the call.
@@ -58,7 +59,7 @@ class Saver:
 def savers_of(nodes: Sequence[Any], device: torch.device, tracker: ModuleTracker) -> dict[int, list[Saver]]:
     """The nodes that save each storage of a device, in their order; by the storage's address."""
     savers: dict[int, list[Saver]] = {}
-    saved = (([node], operation_of(node), saved_by(node)) for node in nodes)
+    saved = (([node], operation_of(node), chain(saved_by(node), _saved_once(node))) for node in nodes)
     recomputed = ((own, "checkpoint", tensors) for own, tensors in checkpoints_of(nodes))
     for own, operation, tensors in chain(saved, recomputed):
         module = tracker.module_of(*own)
@@ -67,6 +68,14 @@ def savers_of(nodes: Sequence[Any], device: torch.device, tracker: ModuleTracker
                 if part.device == device and part.untyped_storage().nbytes():
                     savers.setdefault(part.untyped_storage()._cdata, []).append(Saver(module, operation, part))
     return savers
+
+
+def _saved_once(node: Any) -> Iterator[Tensor]:
+    """What ``save_once`` has packed a node's saved tensors into: they as they are, and what they are replayed from."""
+    packed = [] if is_leaf(node) else [raw.data for raw in raw_saved(node)]
+    for value in all_of([data for data in packed if isinstance(data, Value)]):
+        if isinstance(value, Saved):
+            yield from tensors_in(value.packed)
 
 
 def row_of(savers: Sequence[Saver], kind: str, tracker: ModuleTracker) -> Row:
