@@ -66,6 +66,7 @@ def step_time(step: Step, leaves: Sequence[Tensor]) -> float:
 
 
 def now() -> float:
+    """Seconds, when the GPU has done all its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()
