@@ -234,7 +234,7 @@ def _subject(case: Case, hf: Any) -> tuple[nn.Module, Callable[[], Tensor]]:
 
     def run() -> Tensor:
         with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "autocast"):
-            y: Any = model(x) if hasattr(model, "config") else model(x)
+            y: Any = model(x)
         return getattr(y, "last_hidden_state", y)  # type: ignore[no-any-return]
 
     return model, run

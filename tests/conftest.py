@@ -39,7 +39,7 @@ def little_is_fused() -> None:
     ``test_in_place.py`` is about larger ones."""
     from fusedlayers import sizes
 
-    sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = sizes.GPU_MEDIUM_BYTES = 1 << 10
+    sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = sizes.GPU_MEDIUM_BYTES = sizes.SPELLED_NORM_BYTES = 1 << 10
     sizes.GPU_BYTES = 0
 
 

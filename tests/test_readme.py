@@ -15,7 +15,6 @@ import fusedlayers as fl
 from bench.tables import steps_of_planning
 from fusedlayers import sizes
 from fusedlayers.activations import table
-from fusedlayers.memory import peak_bytes
 from fusedlayers.profiling import timing
 
 ROOT = Path(__file__).parent.parent

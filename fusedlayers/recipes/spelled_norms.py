@@ -33,7 +33,6 @@ from ..call import followed_by
 from ..ops.rms_norm import RmsNorm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
-from ..utils.layout import of_rows
 from ..validation import is_autocast, unusual_because
 
 
@@ -45,8 +44,7 @@ class SpelledNorm(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         """What the module computes of the x for which it was recognised."""
-        y = of_rows(lambda rows: RmsNorm.apply(self.options, choose(rows), rows, self.weight), x)
-        assert y is not None
+        y: Tensor = RmsNorm.apply(self.options, choose(x), x, self.weight)
         return y
 
 
@@ -66,7 +64,7 @@ def spelled_norm(module: nn.Module, x: Tensor) -> SpelledNorm | None:
     float32 what a norm calls, and returns that."""
     if torch.compiler.is_compiling() or not isinstance(x, Tensor) or followed_by() or unusual_because(x) is not None:
         return None
-    if x.dim() == 0 or x.stride(-1) != 1 or x.nbytes < sizes.SPELLED_NORM_BYTES:
+    if x.dim() == 0 or not x.is_contiguous() or x.nbytes < sizes.SPELLED_NORM_BYTES:
         return None
     if x.dtype is not torch.float32 and autocast_is_active() and is_autocast(x.device.type):
         return None
