@@ -173,21 +173,12 @@ def test_gradients_that_are_not_asked_for_and_batches_of_them(x: Tensor) -> None
         lambda x: x.view(4, 16, WIDTH).transpose(0, 1),
         lambda x: torch.cat([x, x], 1)[:, :WIDTH],
         lambda x: x[:1].expand(ROWS, WIDTH),
-        lambda x: x[::2],
+        lambda x: x.t().contiguous().t(),
     ],
-    ids=["transposed", "part", "expanded", "every second"],
+    ids=["transposed", "part", "expanded", "columns"],
 )
-def test_layouts(laid_out: Callable[[Tensor], Tensor], x: Tensor) -> None:
-    module, given = Llama(), laid_out(x).detach().requires_grad_()
-    ours, theirs = run(module, given), module(given)
-    assert ours.stride() == theirs.stride()
-    torch.testing.assert_close(ours, theirs)
-    dy = torch.randn_like(theirs)
-    torch.testing.assert_close(torch.autograd.grad(ours, given, dy), torch.autograd.grad(theirs, given, dy))
-
-
-def test_columns_that_are_not_contiguous_are_left(x: Tensor) -> None:
-    assert spelled_norm(Llama(), x.t().contiguous().t()) is None
+def test_other_layouts_are_left(laid_out: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    assert spelled_norm(Llama(), laid_out(x)) is None
 
 
 # --- what is saved ----------------------------------------------------------------------------------------------------
