@@ -21,28 +21,32 @@ from ..backends.operations import GATE
 from ..call import needs_gradient, plan_for
 from ..ops.gate import can_gate, gate_act
 from .leaves import may_be_activation
+from .region import Region
 
 _PRODUCTS = frozenset({torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__})
 
 
 class Gates(TorchFunctionMode):
-    """Meets the products in such a module."""
+    """Meets the products in such a module, in the region of its forward pass: what a checkpoint inside runs again is
+    not within this mode, and must compute the same."""
 
-    def __init__(self) -> None:
-        self._last: tuple[Tensor, Tensor, Activation] | None = None
+    def __init__(self, region: Region) -> None:
+        self._region = region
+        self._last: tuple[Tensor, Tensor, Activation, tuple[int, int]] | None = None
 
-    def remember(self, z: Tensor, y: Tensor, activation: Activation) -> None:
-        """``activation(z)`` is y, which may be multiplied next."""
-        self._last = z, y, activation
+    def remember(self, z: Tensor, y: Tensor, activation: Activation, region: Region) -> None:
+        """``activation(z)``, computed in this region, is y, which may be multiplied next."""
+        if region is self._region:
+            self._last = z, y, activation, (z._version, y._version)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         last, self._last = self._last, None
         if last is None or kwargs or not any(value is last[1] for value in args):
             self._last = last
         elif func in _PRODUCTS and len(args) == 2:
-            z, y, activation = last
+            z, y, activation, versions = last
             product = _product(z, y, args[1] if args[0] is y else args[0], activation)
-            if product is not None:
+            if product is not None and (z._version, y._version) == versions:
                 return product
         return func(*args, **(kwargs or {}))
 

@@ -119,17 +119,17 @@ class Patch:
         if self.exact or not role:
             return forward(*args, **kwargs)
         if role == "gate":
-            with Gates():
+            with Gates(region):
                 return forward(*args, **kwargs)
         y = None
         if role == "spelled norm":
             norm = spelled_norm(module, args[0]) if len(args) == 1 and not kwargs else None
             y = None if norm is None else norm(args[0])
         elif may_save_output(region, args, kwargs):
-            y = self._activated(module, args[0])
+            y = self._activated(region, module, args[0])
         return forward(*args, **kwargs) if y is None else y
 
-    def _activated(self, module: nn.Module, x: Tensor) -> Tensor | None:
+    def _activated(self, region: Region, module: nn.Module, x: Tensor) -> Tensor | None:
         if self._role == "perhaps activation":
             self._role = "activation" if is_activation(module, x) else ""
         found = activated(module, x) if self._role == "activation" else None
@@ -138,7 +138,7 @@ class Patch:
         y, activation = found
         gates = current_gates()
         if gates is not None:
-            gates.remember(x, y, activation)
+            gates.remember(x, y, activation, region)
         return y
 
     def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
