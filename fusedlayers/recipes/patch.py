@@ -80,6 +80,8 @@ class Patch:
         return self.__wrapped__.__code__
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if args and args[0] is self.module:  # accelerate's unwrap_model has made a method of it
+            args = args[1:]
         if torch.compiler.is_compiling():
             return self._compiled(*args, **kwargs)
         module = self._called_module(sys._getframe(1))
@@ -165,4 +167,5 @@ def _role_of(module: nn.Module) -> Role:
 def patch_of(module: nn.Module) -> Patch | None:
     """The module's patch, or None where it has none."""
     found = vars(module).get("forward")
+    found = getattr(found, "__func__", found)  # accelerate's unwrap_model has made a method of it
     return found if isinstance(found, Patch) else None
