@@ -21,13 +21,15 @@ from .region import Region
 from .spelled_activations import activation_of, is_recognised, may_be_recognised
 
 #: PyTorch's classes of folded activations.
-_FOLDED = (nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish)
+_FOLDED = frozenset({nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish})
 _ALONE = Pointwise(-1)
 
 
 def may_be_activation(module: nn.Module) -> bool:
     """Whether a module may compute a folded activation: nothing is run."""
-    return type(module) in _FOLDED or (may_be_recognised(module) and not any(True for _ in module.parameters()))
+    if type(module) in _FOLDED:
+        return "forward" not in vars(module)
+    return may_be_recognised(module) and not any(True for _ in module.parameters())
 
 
 def is_activation(module: nn.Module, x: Tensor) -> bool:
@@ -45,11 +47,12 @@ def may_save_output(region: Region, args: Any, kwargs: Any) -> bool:
 
 
 def activated(module: Any, x: Tensor) -> tuple[Tensor, Activation] | None:
-    """What the module computes, and the activation; None where its own code is to run: where PyTorch computes it, and
-    where it writes over x."""
-    if getattr(module, "inplace", False):
+    """What the module computes, and the activation; None where its own code is to run: where PyTorch computes it, where
+    it writes over x, and where the class of PyTorch was given another forward pass."""
+    kind = type(module)
+    if getattr(module, "inplace", False) or (kind in _FOLDED and kind.forward.__module__ != kind.__module__):
         return None
-    record = activation_of_module(module, type(module)) if type(module) in _FOLDED else activation_of(module)
+    record = activation_of_module(module, kind) if kind in _FOLDED else activation_of(module)
     if record is None:
         return None
     shapes = _ALONE, x.dim()
