@@ -71,7 +71,8 @@ class Region:
 
     def __init__(self, hooks: Hooks | None) -> None:
         self.hooks = hooks
-        self._shares = hooks is not None and not is_under_checkpoint()
+        self._is_checkpointed = hooks is not None and is_under_checkpoint()
+        self._made = sequence_number()
         self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Saved]]] = {}
         self._nesting = 0
         self._began = 0
@@ -81,7 +82,9 @@ class Region:
         """What is made from now on, and of which parameters it may be made."""
         self._began = sequence_number()
         self._versions = {}
-        for module in () if model is None else modules_in(model):  # twice as fast as model.parameters()
+        if model is None or self._is_checkpointed:  # in whose second run autocast copies anew
+            return
+        for module in modules_in(model):  # a third of the time of model.parameters()
             for p in module._parameters.values():
                 if p is not None:
                     self._versions[id(p)] = p._version
@@ -110,12 +113,18 @@ class Region:
         node: Any = whole.grad_fn  # torch takes its metadata for a method
         if node is None or not _is_plain(tensor) or whole.output_nr or whole.storage_offset():
             return self._as_it_is(tensor, whole)
+        if (
+            self._is_checkpointed and node._sequence_nr() < self._made
+        ):  # an argument, which is no view in the second run
+            return Saved(tensor, self.hooks, self)
         name = node.name()
         value = self._known(node)
         if value is not None and value.version != whole._version:  # written to since
             return Saved(tensor, self.hooks, self)
         if value is None or (value.source is value and name in RESULTS):  # which its node has saved, so far
             value = self._recipe(node, whole) or value
+        if self._is_checkpointed and value is not None and isinstance(value.source, Saved):
+            return Saved(tensor, self.hooks, self)  # both runs of a checkpoint pack as many
         if value is None:
             if self.hooks is not None and whole is not tensor:
                 return self._as_it_is(tensor, whole)
@@ -129,7 +138,12 @@ class Region:
 
     def _as_it_is(self, tensor: Tensor, whole: Tensor) -> Saved:
         """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
-        if not self._shares or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if (
+            self.hooks is None
+            or self._is_checkpointed
+            or type(tensor) not in _PLAIN
+            or tensor.layout is not torch.strided
+        ):
             return Saved(tensor, self.hooks, self)
         key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
         ref, known = self._packed.get(key, (None, None))
@@ -143,10 +157,13 @@ class Region:
 
     def saved(self, node: Any, name: str) -> Value | None:
         try:
-            packed = getattr(node, f"_raw_saved_{name}").data
+            raw = getattr(node, f"_raw_saved_{name}")
+            packed = raw.data
         except (AttributeError, RuntimeError):  # there is none of this name, or backward has freed it
             return None
-        if isinstance(packed, Tensor) and packed.dim() == 0:  # a number, which hooks do not get
+        if (
+            isinstance(packed, Tensor) and packed.dim() == 0 and raw.unpack_hook is None
+        ):  # a number: hooks do not get it
             return Saved(packed, None, self)
         return self._usable(packed)
 
