@@ -77,7 +77,7 @@ class Step:
 def no_gradient_because(model: Any) -> str:
     """Why nothing that a model returns requires grad, and what to do."""
     parameters = [p for p in tensors_in(model) if isinstance(p, torch.nn.Parameter)]
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return "gradients are switched off here; call it outside torch.no_grad() and torch.inference_mode()"
     if parameters and not any(p.requires_grad for p in parameters):
         return f"all of its {len(parameters)} parameters are frozen; unfreeze some, or let an input require grad"
