@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.example import arguments_from, check_model, check_module
+from ..utils.example import arguments_from, check_model, check_module, check_uncompiled
 from ..utils.progress import OnStage, asked
 from ..utils.refusals import check_flag
 from .patch import Patch, patch_of
@@ -34,7 +34,8 @@ def fuse(
     Unless ``exact``, some modules compute faster by nodes of this package, where their results are large: folded
     activations (``nn.GELU``, ``nn.SiLU``, ``nn.Mish``, and classes that spell one out) save their output, RMS norms
     that are spelled out run as one kernel, and ``act(a) * b`` in a module that holds an activation and linear layers
-    writes its gradients over a and b. Rounding errors are at most about twice those of PyTorch.
+    writes its gradients over a and b. Rounding errors are at most about twice those of PyTorch. Code that writes over
+    the output of such an activation in place, where PyTorch saves its input, raises an error in backward.
 
     Args:
         model: any module; a fused one gets these options instead of those that it had.
@@ -62,6 +63,7 @@ def fuse(
     >>> report = fl.fuse(model)
     """
     check_model("fuse", model)
+    check_uncompiled("fuse", model)
     check_flag("fuse", "exact", exact)
     check_flag("fuse", "time", time)
     if time and inputs is None:

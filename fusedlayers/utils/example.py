@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch import NormBase, dynamo_is_loaded
+from .._torch import NormBase, dynamo_is_loaded, is_optimized
 from .formatting import described, first_line
 from .refusals import check_instance
 
@@ -46,6 +46,17 @@ def eagerly() -> Any:
     return torch.compiler.set_stance("force_eager") if dynamo_is_loaded() else contextlib.nullcontext()
 
 
+def check_uncompiled(function: str, model: nn.Module) -> None:
+    """Raise where the model's code is not what runs."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"{function}: the model is of TorchScript; {function} it before you trace or script it")
+    if is_optimized(model) or model._compiled_call_impl is not None:
+        raise TypeError(
+            f"{function}: the model is compiled, and torch.compile decides itself what to save; {function} what is not "
+            f"compiled, or call {function} before torch.compile, which then leaves it as it is"
+        )
+
+
 def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) -> ValueError:
     """The error for inputs that the model raises on."""
     if type(error).__name__ in ("BackendCompilerFailed", "InductorError"):
@@ -56,8 +67,13 @@ def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) ->
     hint = what_was_meant(args)
     if hint:
         hint = f" ({hint})"
+    elif isinstance(error, TypeError) and " missing " in str(error):
+        hint = " (pass all that it needs: a tuple of positional arguments, or a dict of keyword arguments)"
     elif len(args) > 1 and isinstance(error, TypeError) and "positional argument" in str(error):
-        hint = " (a tuple or a list holds positional arguments; for one that is a list write ([a, b],))"
+        hint = (
+            " (a tuple or a list holds positional arguments; of a pair from a loader pass batch[0], and for one that "
+            "is a list write ([a, b],))"
+        )
     elif isinstance(error, TypeError) and "keyword argument" in str(error):
         hint = " (a dict holds keyword arguments, by their names; for a model that takes a dict write (batch,))"
     return ValueError(
