@@ -113,10 +113,8 @@ class Region:
         node: Any = whole.grad_fn  # torch takes its metadata for a method
         if node is None or not _is_plain(tensor) or whole.output_nr or whole.storage_offset():
             return self._as_it_is(tensor, whole)
-        if (
-            self._is_checkpointed and node._sequence_nr() < self._made
-        ):  # an argument, which is no view in the second run
-            return Saved(tensor, self.hooks, self)
+        if self._is_checkpointed and node._sequence_nr() < self._made:
+            return Saved(tensor, self.hooks, self)  # an argument may be a view, and is none in the second run
         name = node.name()
         value = self._known(node)
         if value is not None and value.version != whole._version:  # written to since
