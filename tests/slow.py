@@ -97,6 +97,14 @@ SLOW: dict[str, dict[str, int]] = {
         "test_inductor_at_the_peak": 0,
         "test_more_parts_than_the_compiler_compiles_again": 0,
     },
+    "test_fuse": {
+        "test_gradients_are_as_good_as_torchs": 40,
+        "test_the_same_bits": 112,
+    },
+    "test_fuse_training": {
+        "test_adapters": 1,
+        "test_several_processes": 0,
+    },
     "test_functional": {
         "test_first_and_second_derivatives": 12,
     },
@@ -142,7 +150,8 @@ SLOW: dict[str, dict[str, int]] = {
         "test_under_the_compiler": 1,
     },
     "test_programs": {
-        "test_programs": 4,
+        "test_exact_programs": 2,
+        "test_programs": 2,
     },
     "test_races": {
         "test_elementwise": 1,

@@ -1,0 +1,800 @@
+"""``fuse``: a model computes and trains as it did, to the last bit where that is asked, and every value is saved once.
+
+Training loops and engines are in ``test_fuse_training.py``, random programs in ``test_programs.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import inspect
+import io
+import json
+import pickle
+import re
+import sys
+import threading
+import warnings
+import weakref
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recipe_cases as cases
+import test_save_once
+import torch
+import torch.nn.functional as F
+from test_programs import are_equal
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import fusedlayers as fl
+from fusedlayers.memory import peak_bytes, saved_bytes
+from fusedlayers.recipes import region
+from fusedlayers.recipes.counting import count
+from fusedlayers.recipes.patch import Patch, patch_of
+from fusedlayers.recipes.save_once import current_region
+from fusedlayers.utils.storages import tensors_in
+
+ROWS, IN, HIDDEN = 64, 32, 128
+HIDDEN_BYTES = 4 * ROWS * HIDDEN
+
+
+@pytest.fixture(autouse=True)
+def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+
+
+@pytest.fixture
+def x() -> Tensor:
+    return torch.randn(ROWS, IN, generator=torch.Generator().manual_seed(1))
+
+
+class MLP(nn.Module):
+    """Behind a norm; of any activation."""
+
+    def __init__(self, act: nn.Module | None = None, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.up, self.act = nn.LayerNorm(IN), nn.Linear(IN, HIDDEN), act or nn.GELU()
+        self.drop, self.down = nn.Dropout(dropout), nn.Linear(HIDDEN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.drop(self.act(self.up(self.norm(x)))))  # type: ignore[no-any-return]
+
+
+class QuickGELU(nn.Module):
+    scale = 1.702
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.sigmoid(self.scale * x)
+
+
+def _nothing(z: Tensor, y: Tensor) -> None:
+    pass
+
+
+class Gated(nn.Module):
+    """A gate of two layers, or of one that makes both halves; ``between`` runs before the product."""
+
+    def __init__(self, packed: bool = False, between: Callable[[Tensor, Tensor], object] = _nothing) -> None:
+        super().__init__()
+        if packed:
+            self.packed = nn.Linear(IN, 2 * HIDDEN)
+        else:
+            self.gate, self.up = nn.Linear(IN, HIDDEN), nn.Linear(IN, HIDDEN)
+        self.act, self.down, self.between = nn.SiLU(), nn.Linear(HIDDEN, IN), between
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, up = self.packed(x).chunk(2, -1) if "packed" in self._modules else (self.gate(x), self.up(x))
+        y = self.act(z)
+        self.between(z, y)
+        return self.down(y * up)  # type: ignore[no-any-return]
+
+
+class Checkpointed(nn.Module):
+    """A module, all of whose parts run in a checkpoint."""
+
+    def __init__(self, inner: nn.Module, reentrant: bool = False) -> None:
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+def of_layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(MLP(), Gated(), nn.Linear(IN, 2))
+
+
+def step(model: Any, x: Tensor, **context: Any) -> list[Tensor]:
+    """The result of a training step, and all gradients."""
+    torch.manual_seed(2)
+    x = x.detach().clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in context):
+        y = model(x * 1)
+    (y.float() if y.dtype is torch.bfloat16 else y).square().mean().backward()
+    found = [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+    for parameter in model.parameters():
+        parameter.grad = None
+    return [tensor for tensor in found if tensor is not None]
+
+
+def are_near(ours: list[Tensor], theirs: list[Tensor], tolerance: float = 1e-4) -> bool:
+    """Each by its norm."""
+    pairs = zip(ours, theirs, strict=True)
+    return all(
+        float((a.double() - b.double()).norm()) <= tolerance * float(b.double().norm()) + 1e-12 for a, b in pairs
+    )
+
+
+def kept(model: nn.Module, x: Any) -> int:
+    return saved_bytes(model, x, exclude=[model, x])
+
+
+def made_by(model: nn.Module, x: Tensor) -> set[str]:
+    """The nodes whose results are spared."""
+    return {spared.made_by for spared in count(model(x)).spared}
+
+
+# --- the same bits, and the same gradients ----------------------------------------------------------------------------
+
+
+def fused(exact: bool) -> cases.Enter:
+    """Fuses what is entered, once; it stays fused during backward."""
+
+    def enter(model: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        if patch_of(model) is None:
+            fl.fuse(model, exact=exact)
+        return contextlib.nullcontext()
+
+    return enter
+
+
+@pytest.mark.parametrize(("model", "context"), [*product(cases.MODELS, cases.CONTEXTS)])
+def test_the_same_bits(model: str, context: str) -> None:
+    theirs = cases.trained(model, context, cases.eager)
+    ours = cases.trained(model, context, fused(exact=True))
+    assert len(ours) == len(theirs) and all(map(are_equal, ours, theirs))
+
+
+#: Of the size of a result, by the dtypes in which it is computed: what outputs in the place of inputs cost.
+FLOORS = {"bfloat16": 2e-2, "float16": 4e-3, "autocast": 2e-2, "autocast to float16": 4e-3}
+
+
+@pytest.mark.parametrize(
+    ("model", "context"), [pair for pair in product(cases.MODELS, cases.CONTEXTS) if "hooks" not in pair[1]]
+)
+def test_gradients_are_as_good_as_torchs(model: str, context: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = cases.trained(model, context, cases.eager)
+    ours = cases.trained(model, context, fused(exact=False))
+    make, inputs = cases.MODELS[model]
+    monkeypatch.setitem(cases.MODELS, model, (lambda: make().double(), lambda: inputs().double()))
+    exact = cases.trained(model, "float64" if context.endswith("float16") else context, cases.eager)
+    size = max(float(truth.double().norm()) for truth in exact[1:-1])
+    for number, (a, b, truth) in enumerate(zip(ours[:-1], theirs[:-1], exact[:-1], strict=True)):
+        error, torchs = (float((value.double() - truth.double()).norm()) for value in (a, b))
+        floor = FLOORS.get(context, 1e-5)
+        assert error <= 2 * torchs + floor * (float(truth.double().norm()) + 1e-2 * size), number
+    assert torch.equal(ours[-1], theirs[-1])  # the generator
+
+
+# --- what it does to a model ------------------------------------------------------------------------------------------
+
+
+def test_without_inputs_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, called = of_layers(), []
+    monkeypatch.setattr(nn.Module, "__call__", lambda *args: called.append(args))
+    root, entered, before = str(Path(fl.__file__).parent), [], sys.getprofile()
+
+    def note(frame: Any, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(root):
+            entered.append(frame.f_code.co_name)
+
+    sys.setprofile(note)
+    try:
+        fl.fuse(model)
+    finally:
+        sys.setprofile(before)
+    assert called == [] and 0 < len(entered) <= 25 * len([*model.modules()]), len(entered)
+
+
+def test_nothing_of_the_model_changes_but_forward(x: Tensor) -> None:
+    model = nn.Sequential(of_layers(), nn.BatchNorm1d(2), nn.Dropout(0.5))
+    contents = {name: {**vars(module)} for name, module in model.named_modules()}
+    classes, forwards = [type(m) for m in model.modules()], [type(m).forward for m in model.modules()]
+    values, state, text = copy.deepcopy(model.state_dict()), torch.get_rng_state(), str(model)
+    for inputs in (None, x):
+        fl.fuse(model, inputs)
+        assert all(patch_of(module) is not None for module in model.modules()) and str(model) == text
+        assert [type(m) for m in model.modules()] == classes
+        assert [type(m).forward for m in model.modules()] == forwards
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+        assert [*model.state_dict()] == [*values] and all(
+            map(torch.equal, model.state_dict().values(), values.values())
+        )
+        assert all(p.grad is None for p in model.parameters()) and torch.equal(torch.get_rng_state(), state)
+    fl.unfuse(model)
+    fl.unfuse(model)  # which is not fused
+    assert {name: {**vars(module)} for name, module in model.named_modules()} == contents
+
+
+def test_a_forward_of_the_instance_runs_and_stays(x: Tensor) -> None:
+    model = MLP()
+    model.act.forward = own = lambda z: 3 * z
+    expected = model(x)
+    fl.fuse(model)
+    assert torch.equal(model(x), expected)
+    fl.unfuse(model)
+    assert model.act.forward is own
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+def test_copies_are_their_own(how: str, x: Tensor) -> None:
+    model = of_layers()
+    fl.fuse(model)
+    if how == "save":
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        other = torch.load(file, weights_only=False)
+    else:
+        other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    patches = [patch_of(module) for module in other.modules()]
+    assert all(
+        patch is not None and patch.module is module for patch, module in zip(patches, other.modules(), strict=True)
+    )
+    assert are_near(step(other, x), step(of_layers(), x)) and kept(other, x) == kept(model, x)
+    fl.unfuse(other)
+    assert patch_of(model) is not None
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert not other(x).any() and model(x).any()
+
+
+def test_shallow_copies_run_their_own_modules(x: Tensor) -> None:
+    """``copy.copy`` and ``nn.DataParallel`` let copies share the attributes of a module."""
+    model = MLP()
+    fl.fuse(model)
+    other = copy.copy(model)
+    other.__dict__["_modules"] = {**model._modules, "up": nn.Linear(IN, HIDDEN)}
+    expected = MLP.forward(other, x)
+    assert torch.allclose(other(x), expected) and not torch.allclose(model(x), expected)
+    replica: Any = model._replicate_for_data_parallel()
+    replica._modules["up"] = other.up
+    assert torch.allclose(replica(x), expected)
+
+
+def test_signatures_stay(x: Tensor) -> None:
+    model = MLP()
+    expected = inspect.signature(model.forward)
+    fl.fuse(model)
+    assert isinstance(model.forward, Patch) and inspect.signature(model.forward) == expected
+
+
+#: What changes behind ``fuse``.
+CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
+    "class of PyTorch": lambda m, patch: patch.setattr(nn.GELU, "forward", lambda self, x: 3 * x),
+    "class of the user": lambda m, patch: patch.setattr(MLP, "forward", lambda self, x: 3 * self.down(self.up(x))),
+    "spelled activation": lambda m, patch: patch.setattr(QuickGELU, "forward", lambda self, x: x.sin()),
+    "class attribute": lambda m, patch: patch.setattr(QuickGELU, "scale", 0.5),
+    "attribute": lambda m, patch: setattr(m[0].act, "approximate", "tanh"),
+    "module": lambda m, patch: setattr(m[0], "act", nn.SiLU()),
+    "forward of the instance": lambda m, patch: setattr(m[0].act, "forward", lambda z: 3 * z),
+    "eps": lambda m, patch: setattr(m[0].norm, "eps", 0.5),
+    "parametrization": lambda m, patch: nn.utils.parametrizations.weight_norm(m[0].up),
+    "frozen": lambda m, patch: m[0].up.requires_grad_(False),
+    "dtype": lambda m, patch: m.to(torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_changes_behind_fuse_counts(name: str, x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Sequential(MLP(), MLP(QuickGELU()))
+    eager = copy.deepcopy(model)
+    fl.fuse(model)
+    step(model, x)  # by which it has recognised what it has
+    for each in (model, eager):
+        CHANGES[name](each, monkeypatch)
+    x = x.to(next(model.parameters()).dtype)
+    assert are_near(step(model, x), step(eager, x))
+
+
+def test_shared_modules(x: Tensor) -> None:
+    act, block = nn.GELU(), MLP()
+    model = nn.Sequential(block, nn.Linear(IN, HIDDEN), act, nn.Linear(HIDDEN, IN), act, block)
+    eager = copy.deepcopy(model)
+    fl.fuse(model)
+    assert are_near(step(model, x), step(eager, x))
+    fl.fuse(model, exact=True)
+    assert all(map(torch.equal, step(model, x), step(eager, x)))
+
+
+# --- bytes ------------------------------------------------------------------------------------------------------------
+
+
+def _activation(norm: bool) -> tuple[nn.Module, Tensor]:
+    parts = [nn.Linear(IN, HIDDEN), nn.LayerNorm(HIDDEN)] if norm else [nn.Conv1d(IN, HIDDEN, 1)]
+    x = torch.randn(ROWS, IN) if norm else torch.randn(4, IN, ROWS // 4)
+    return nn.Sequential(*parts, nn.GELU(), nn.Linear(HIDDEN if norm else ROWS // 4, 8)), x
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+@pytest.mark.parametrize("name", test_save_once.SHARES)
+def test_three_counts_agree(name: str, exact: bool) -> None:
+    make, inputs = cases.MODELS[name]
+    model, x = make(), torch.cat([inputs()] * 4)
+    own = [*tensors_in(model), x]
+    theirs = saved_bytes(model, x, exclude=own)
+    fl.fuse(model, exact=exact)
+    y = model(x)
+    found, of_result = count(y, exclude=own), y.untyped_storage().nbytes()
+    is_result_saved = count(y, exclude=[*own, y]).kept_bytes < found.kept_bytes
+    by_hooks = saved_bytes(model, x, exclude=own)
+    living = test_save_once._living(lambda: model(x), own) + is_result_saved * of_result
+    assert found.kept_bytes == pytest.approx(by_hooks, rel=0.01) == pytest.approx(living, rel=0.01)
+    assert by_hooks <= test_save_once.SHARES[name] * theirs
+
+
+def test_an_activation_saves_its_output_where_nothing_replays_its_input() -> None:
+    """Behind a norm PyTorch's own saves nothing."""
+    for norm, spared in ((True, {"NativeLayerNormBackward0", "GeluBackward0"}), (False, {"BiasActBackward"})):
+        model, x = _activation(norm)
+        fl.fuse(model)
+        assert made_by(model, x) == spared
+        fl.fuse(model, exact=True)
+        assert "BiasActBackward" not in made_by(model, x)
+
+
+@pytest.mark.parametrize("autocast", [{}, {"autocast": True}], ids=["", "autocast"])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_gates_are_one_node(packed: bool, autocast: dict[str, bool], x: Tensor) -> None:
+    model = Gated(packed)
+    eager = copy.deepcopy(model)
+    fl.fuse(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=bool(autocast)):
+        assert "GateActBackward" in made_by(model, x)
+    assert are_near(step(model, x, **autocast), step(eager, x, **autocast), 0.02 if autocast else 1e-5)
+
+
+def test_a_gate_writes_over_its_buffers() -> None:
+    x = torch.randn(512, IN)
+    model = Gated()
+    step(model, x)  # which makes what is made once
+    peaks = []
+    for exact in (None, True, False):
+        if exact is not None:
+            fl.fuse(model, exact=exact)
+        peaks.append(peak_bytes(lambda: model(x).sum().backward()))
+        model.zero_grad()
+    hidden = 512 * HIDDEN * 4
+    assert peaks[2] <= peaks[0] - 1.7 * hidden and peaks[2] <= peaks[1] - 0.9 * hidden, peaks
+
+
+#: What code may do between the activation and the product.
+BETWEEN: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "writes over the output": lambda z, y: y.mul_(2),
+    "writes over it without gradients": lambda z, y: torch._foreach_mul_([y.detach()], 2.0),
+    "a hook": lambda z, y: y.register_hook(lambda dy: 2 * dy),
+    "a hook of the node": lambda z, y: y.grad_fn.register_hook(lambda dx, dy: tuple(2 * d for d in dx)),  # type: ignore[union-attr]
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_gates_with_something_between(name: str, x: Tensor) -> None:
+    model = Gated(between=BETWEEN[name])
+    eager = copy.deepcopy(model)
+    fl.fuse(model)
+    assert torch.allclose(model(x), eager(x), atol=1e-6)
+    if "writes" in name:
+        with pytest.raises(RuntimeError, match=r"silu output was edited in place .* fl\.fuse\(model, exact=True\)"):
+            step(model, x)
+        model.zero_grad()
+        fl.fuse(model, exact=True)
+    assert are_near(step(model, x), step(eager, x))
+
+
+def test_a_gate_whose_input_is_written_over_between(x: Tensor) -> None:
+    model = Gated(between=lambda z, y: z.detach().mul_(2))
+    expected = model(x)
+    fl.fuse(model)
+    assert torch.allclose(model(x), expected, atol=1e-6)
+
+
+class Block(Gated):
+    """A gate in a checkpoint inside of its module."""
+
+    reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=self.reentrant)  # type: ignore[no-any-return]
+
+
+class Twice(nn.Module):
+    """A norm and a negation read the argument, and two calls of a convolution its weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.LayerNorm(IN), nn.Conv1d(IN, IN, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x) + self.conv(F.gelu(self.conv((-x).mT))).mT  # type: ignore[no-any-return]
+
+
+class Viewed(nn.Module):
+    """A checkpoint whose argument is a view at first, and none in its second run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.inner = nn.Linear(IN, IN), Checkpointed(Twice())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.linear(x.view(4, -1, IN)).float())  # type: ignore[no-any-return]
+
+
+class Scaled(nn.Module):
+    """In a checkpoint an activation reads a product with a tensor of no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(IN), nn.LogSigmoid()
+
+    def forward(self, x: Tensor) -> Tensor:
+        def run(x: Tensor) -> Tensor:
+            h = self.norm(x)
+            return self.act(h * (1 + 0.1 * h.mean()))  # type: ignore[no-any-return]
+
+        return checkpoint(run, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+class Repeated(nn.Module):
+    """A block twice: the second time autocast has copied its weights already."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = Checkpointed(block)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(self.block(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("autocast", [{}, {"autocast": True}], ids=["", "autocast"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(Block, lambda: Block(packed=True), Viewed, Scaled, lambda: Checkpointed(MLP())),
+        *(lambda: Repeated(Gated()), lambda: Repeated(Twice())),
+    ],
+)
+def test_checkpoints_inside(make: Callable[[], nn.Module], autocast: dict[str, bool], x: Tensor) -> None:
+    for reentrant in (False, True):
+        model = make()
+        for module in model.modules():
+            if hasattr(module, "reentrant"):
+                module.reentrant = reentrant  # type: ignore[assignment]
+        x.requires_grad_()
+        eager, expected = copy.deepcopy(model), kept(model, x)
+        fl.fuse(model)
+        assert kept(model, x) <= expected
+        assert are_near(step(model, x, **autocast), step(eager, x, **autocast), 0.02 if autocast else 1e-5)
+        fl.fuse(model, exact=True)
+        assert all(map(torch.equal, step(model, x, **autocast), step(eager, x, **autocast)))
+
+
+# --- what runs around models ------------------------------------------------------------------------------------------
+
+
+def test_without_gradients_it_steps_aside(x: Tensor) -> None:
+    model = of_layers()
+    fl.fuse(model)
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert torch.equal(model(x), of_layers()(x))
+
+
+def test_the_inference_path_of_transformer_layers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = nn.TransformerEncoderLayer(IN, 4, HIDDEN, batch_first=True).eval(), [0]
+    fl.fuse(model)
+    fast = torch._transformer_encoder_layer_fwd
+
+    def counted(*args: Any) -> Any:
+        calls[0] += 1
+        return fast(*args)
+
+    monkeypatch.setattr(torch, "_transformer_encoder_layer_fwd", counted)
+    with torch.no_grad():
+        model(torch.randn(2, 16, IN))
+    model.requires_grad_(False)(torch.randn(2, 16, IN))
+    assert calls == [2]
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+def test_hooks_see_what_they_saw(exact: bool, x: Tensor) -> None:
+    seen: list[list[Tensor]] = []
+    for is_fused in (False, True):
+        model = of_layers()
+        values: list[Tensor] = []
+        if is_fused:
+            fl.fuse(model, exact=exact)
+        for module in model.modules():
+            module.register_forward_pre_hook(lambda m, args, values=values: values.append(args[0].detach()))
+            module.register_forward_hook(lambda m, args, y, values=values: values.append(y.detach()))
+            module.register_full_backward_hook(lambda m, dx, dy, values=values: values.append(dy[0]))  # type: ignore[misc]
+        step(model, x)
+        seen.append(values)
+    assert len(seen[0]) == 3 * len([*of_layers().modules()])
+    assert all(map(torch.equal, *seen)) if exact else are_near(seen[0], seen[1])
+
+
+def test_threads_do_not_meet(x: Tensor) -> None:
+    model = of_layers()
+    expected, results = model(x), []
+    fl.fuse(model, exact=True)
+
+    def work() -> None:
+        results.append(model(x))
+        results[-1].sum().backward()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 4 and all(torch.allclose(result, expected) for result in results)
+
+
+def test_an_exception_leaves_nothing_behind(x: Tensor) -> None:
+    model = of_layers()
+    fl.fuse(model)
+    model[1].between = lambda z, y: 1 / 0  # type: ignore[assignment]
+    with pytest.raises(ZeroDivisionError):
+        model(x)
+    assert current_region() is None and torch.overrides._get_current_function_mode() is None
+    model[1].between = _nothing  # type: ignore[assignment]
+    assert are_near(step(model, x), step(of_layers(), x))
+
+
+def test_meta_tensors(x: Tensor) -> None:
+    with torch.device("meta"):
+        model = of_layers()
+    fl.fuse(model)
+    y = model(x.to("meta"))
+    y.sum().backward()
+    assert y.is_meta
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # on import
+def test_transforms(x: Tensor) -> None:
+    model, eager = of_layers(), of_layers()
+    fl.fuse(model)
+    doubled = {name: 2 * value for name, value in model.named_parameters()}
+    found = [
+        [
+            *torch.func.grad(lambda p, m=m: torch.func.functional_call(m, p, (x,)).sum())(doubled).values(),
+            torch.func.vmap(m)(x[None]),
+            *torch.func.jvp(m, (x,), (x,)),
+        ]
+        for m in (model, eager)
+    ]
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
+def test_what_reads_code_sees_pytorchs_own(x: Tensor) -> None:
+    """``torch.compile``, ``torch.export``, and tracing."""
+    model, eager = of_layers(), of_layers()
+    fl.fuse(model)
+    programs = [torch.export.export(each, (x,), strict=strict) for each in (model, eager) for strict in (False, True)]
+    targets = [[str(node.target) for node in program.graph.nodes] for program in programs]
+    assert targets[0] == targets[2] and targets[1] == targets[3]
+    expected = step(eager, x)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    assert are_near(step(compiled, x), expected)
+    assert are_near(step(torch.fx.symbolic_trace(model), x), expected)
+    assert torch.allclose(torch.jit.trace(model, (x,))(x), expected[0])
+    with pytest.raises(RuntimeError, match=r"Sequential was changed by fusedlayers\.fuse .*unfuse\(model\) first"):
+        torch.jit.script(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo reads it
+def test_parts_that_are_compiled_or_scripted_are_left(x: Tensor) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        scripted = torch.jit.script(nn.Sequential(nn.Linear(IN, IN), nn.GELU()))
+    inner = MLP()
+    inner.compile(backend="eager")
+    model = nn.Sequential(scripted, inner, torch.fx.symbolic_trace(MLP()))
+    eager = copy.deepcopy(model)
+    fl.fuse(model, x)
+    assert patch_of(scripted) is None and are_near(step(model, x), step(eager, x))
+
+
+def test_a_model_is_freed(x: Tensor) -> None:
+    model = of_layers()
+    fl.fuse(model, x)
+    step(model, x)
+    ref = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ref() is None
+
+
+# --- the report -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
+def test_the_report_says_what_is_measured_by_hand(exact: bool, x: Tensor) -> None:
+    model = of_layers()
+    step(model, x)
+    before = kept(model, x), _peak(model, x)
+    report = fl.fuse(model, x, exact=exact)
+    assert report.saved_bytes == (before[0], kept(model, x)) and report.saved_bytes[1] < 0.6 * before[0]
+    assert report.peak_bytes == (before[1], _peak(model, x)) and report.peak_bytes[1] < before[1]
+    rows = {(row.call, row.read_by, row.modules): (row.nbytes, row.how) for row in report.spared}
+    assert rows["native_layer_norm", ("addmm",), ("0.up",)] == (x.nbytes, "replayed")
+    if exact:
+        assert rows["gelu", ("addmm",), ("0.down",)] == (HIDDEN_BYTES, "replayed")
+        assert rows["silu", ("mul",), ("1",)] == rows["mul", ("addmm",), ("1.down",)] == (HIDDEN_BYTES, "replayed")
+    else:
+        assert rows["bias_act", ("addmm",), ("0.down",)] == (HIDDEN_BYTES, "output saved")
+        assert rows["gate_act", ("addmm",), ("1.down",)] == (HIDDEN_BYTES, "replayed")
+    assert sum(row.nbytes for row in report.kept) >= 0.9 * report.saved_bytes[1]
+    text = str(report)
+    assert text.startswith("Sequential: fused") and ("by PyTorch's own operations" in text) is exact
+    assert re.search(r"saved for backward, .* \d+ KiB before, \d+ KiB now \(-\d+\.\d %\)\n\npeak of a step", text)
+    assert json.loads(json.dumps(report.to_dict()))["saved_bytes"] == [*report.saved_bytes]
+    assert report._repr_html_().startswith("<pre>Sequential: fused") and "addmm" in report._repr_html_()
+    with pytest.raises(TypeError, match="FuseReport cannot be called"):
+        report(x)
+
+
+def _peak(model: nn.Module, x: Tensor) -> int:
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    peak = peak_bytes(lambda: model(x).mean().backward())
+    model.zero_grad()
+    return peak
+
+
+def test_reports_of_repeated_blocks_and_of_time(x: Tensor) -> None:
+    model = nn.Sequential(*(MLP() for _ in range(3)))
+    report = fl.fuse(model, x, time=True)
+    (row,) = (row for row in report.spared if row.call == "native_layer_norm")
+    assert row.values == 3 and row.nbytes == 3 * x.nbytes and "0-2.up" in str(report)
+    assert report.step_ms is not None and all(ms > 0 for ms in report.step_ms)
+    assert re.search(r"forward and backward: .* ms before, .* ms now \(\d+\.\d\dx\)", str(report))
+    assert fl.fuse(model, x).step_ms is None
+
+
+@pytest.mark.parametrize("inputs", [lambda x: x, lambda x: (x,), lambda x: [x], lambda x: {"x": x}])
+def test_example_inputs(inputs: Callable[[Tensor], Any], x: Tensor) -> None:
+    assert fl.fuse(MLP(), inputs(x)).spared
+
+
+def test_notes(x: Tensor) -> None:
+    model = MLP(dropout=0.1)
+    assert fl.fuse(model).notes == () and "with inputs this report has bytes" in str(fl.fuse(model))
+    (note,) = fl.fuse(model, exact=True).notes
+    assert note == "The model was fused before, with exact=False; now it has the options of this call."
+    patch = patch_of(model)
+    assert patch is not None and patch.exact
+    fl.fuse(model.act)
+    assert "partly with exact=True" in fl.fuse(model).notes[0]
+    fl.unfuse(model)
+    assert any("model.train()" in note for note in fl.fuse(model.eval(), x).notes)
+    fl.unfuse(model.requires_grad_(False))
+    report = fl.fuse(model, x)
+    assert "Nothing is saved for a backward pass: all of its 6 parameters are frozen" in str(report)
+    assert report.saved_bytes == (0, 0) and patch_of(model) is not None
+    with torch.no_grad():  # which is where it is called, and not how the model is trained
+        assert fl.fuse(MLP(), x).spared
+    with torch.inference_mode():
+        assert "call it outside torch.no_grad() and torch.inference_mode()" in str(fl.fuse(MLP(), x))
+
+
+def test_progress_is_told(x: Tensor) -> None:
+    stages: list[tuple[str, float]] = []
+    fl.fuse(MLP(), x, progress=lambda *stage: stages.append(stage))
+    assert stages[0] == ("measuring the model", 0.0) and stages[-1] == ("done", 1.0)
+    assert [part for _, part in stages] == sorted(part for _, part in stages)
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def _scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        return torch.jit.script(nn.Sequential(nn.Linear(IN, HIDDEN), nn.GELU()))
+
+
+def _compiled() -> Any:
+    return torch.compile(MLP(), backend="eager")
+
+
+def _compiled_in_place() -> nn.Module:
+    model = MLP()
+    model.compile(backend="eager")
+    return model
+
+
+class Two(nn.Module):
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return ids * mask
+
+
+X = torch.ones(ROWS, IN)
+REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "class": (lambda: fl.fuse(MLP), TypeError, r"fuse: model must be an instance, MLP\(\.\.\.\), and not the class"),  # type: ignore[arg-type]
+    "number": (lambda: fl.fuse(3), TypeError, r"fuse: model must be an nn\.Module, got int: 3"),  # type: ignore[arg-type]
+    "function": (lambda: fl.fuse(F.gelu), TypeError, r"fuse: model must be an nn\.Module, got builtin"),  # type: ignore[arg-type]
+    "tensor": (lambda: fl.fuse(X, MLP()), TypeError, "got a tensor; the model comes first, then its inputs"),  # type: ignore[arg-type]
+    "unfuse": (lambda: fl.unfuse(F.gelu), TypeError, r"unfuse: model must be an nn\.Module"),  # type: ignore[arg-type]
+    "script": (lambda: fl.fuse(_scripted()), TypeError, "fuse: the model is of TorchScript; fuse it before you trace"),
+    "compiled": (lambda: fl.fuse(_compiled()), TypeError, "fuse: the model is compiled.*before torch.compile"),
+    "compiled in place": (lambda: fl.fuse(_compiled_in_place(), X), TypeError, "fuse: the model is compiled"),
+    "lazy": (lambda: fl.fuse(nn.LazyLinear(3)), ValueError, "fuse: weight has no shape yet; call the model once"),
+    "exact": (lambda: fl.fuse(MLP(), exact="yes"), TypeError, "fuse: exact must be True or False, got 'yes'"),  # type: ignore[arg-type]
+    "time": (lambda: fl.fuse(MLP(), X, time=1), TypeError, "fuse: time must be True or False, got 1"),  # type: ignore[arg-type]
+    "time alone": (lambda: fl.fuse(MLP(), time=True), ValueError, "fuse: time=True runs the model; pass inputs too"),
+    "progress": (lambda: fl.fuse(MLP(), X, progress="bar"), TypeError, "fuse: progress must be True, False, or a"),  # type: ignore[arg-type]
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused(name: str) -> None:
+    call, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        call()
+
+
+#: A model, its inputs, and what is said of them.
+MISFITS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
+    "missing": (Two, X, r"\(pass all that it needs: a tuple .*\): TypeError: .* missing .*: 'mask'"),
+    "missing by name": (Two, {"ids": X}, r"\(pass all that it needs: .*\): TypeError: .* missing .*: 'mask'"),
+    "pair": (MLP, (X, X), r"of a pair from a loader pass batch\[0\].*takes 2 positional arguments but 3 were given"),
+    "no such name": (MLP, {"images": X}, r"\(a dict holds keyword arguments.*unexpected keyword argument 'images'"),
+    "sizes": (MLP, X[:, 1:], "RuntimeError: .*31"),
+    "array": (MLP, X.numpy(), r"a NumPy array is among the inputs; torch\.from_numpy makes a tensor of it"),
+    "loader": (MLP, torch.utils.data.DataLoader([X]), "a data loader or a dataset is among the inputs; pass a batch"),  # type: ignore[arg-type]
+    "shape": (MLP, (4, IN), r"if a tensor of this shape is meant, pass torch\.randn\(4, 32\)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_inputs_that_do_not_fit_change_nothing(name: str) -> None:
+    make, inputs, text = MISFITS[name]
+    for was_fused in (False, True):
+        model = make()
+        if was_fused:
+            fl.fuse(model, exact=True)
+        before = {path: {**vars(module)} for path, module in model.named_modules()}
+        with pytest.raises(ValueError, match=f"^fuse: the model does not run on these inputs.*{text}"):
+            fl.fuse(model, inputs)
+        assert {path: {**vars(module)} for path, module in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("call", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyError, KeyboardInterrupt])
+def test_what_raises_changes_nothing(error: type[BaseException], call: int, x: Tensor) -> None:
+    """In any of the runs."""
+    model, calls = MLP(), []
+    before = {path: {**vars(module)} for path, module in model.named_modules()}
+
+    def fails(module: nn.Module, args: Any) -> None:
+        calls.append(1)
+        if len(calls) == call:
+            raise error("no more")
+
+    hook = model.register_forward_pre_hook(fails)
+    with pytest.raises((error, ValueError)) as caught:
+        fl.fuse(model, x)
+    hook.remove()
+    assert {path: {**vars(module)} for path, module in model.named_modules()} == before
+    if error is torch.OutOfMemoryError:
+        assert str(caught.value).startswith("fuse: the model does not fit into memory with these inputs; fuse(model) ")
