@@ -872,15 +872,12 @@ def test_models_command_line(
     monkeypatch.setattr(models, "RESULTS", tmp_path)
     assert bench_main(["models", "--device", "cpu", "--only", "no such case"]) == 2
     assert "bench models: no case matches --only 'no such case'; there are ['bert-base/" in capsys.readouterr().out
-    for arguments in ([], ["--bytes-only"], ["--only", "vit"], ["--quick"], ["--variants", "recompute"]):
+    for arguments in ([], ["--bytes-only"], ["--only", "vit"], ["--quick"], ["--variants", "fusedlayers"]):
         assert bench_main(["models", "--device", "cpu", *arguments]) == 0
     # A part, and a result without times, replace no committed one.
     assert [path is not None and path.parent == tmp_path for path, _, _ in written] == [True, *[False] * 4]
     assert [timed for _, timed, _ in written] == [True, False, True, True, True]
-    assert written[0][2] == ["eager", "activations", "fusedlayers", "recompute"] and written[4][2] == [
-        "eager",
-        "recompute",
-    ]
+    assert written[0][2] == ["eager", "activations", "fusedlayers"] and written[4][2] == ["eager", "fusedlayers"]
 
 
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])

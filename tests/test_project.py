@@ -155,7 +155,7 @@ def test_commands_in_contributing_exist() -> None:
 def test_code_in_contributing_runs() -> None:
     namespace: dict[str, Any] = {}
     blocks = re.findall(r"^( *)```python\n(.*?)^ *```$", CONTRIBUTING, re.DOTALL | re.MULTILINE)
-    assert len(blocks) == 3
+    assert len(blocks) == 2
     for number, (indent, block) in enumerate(blocks):
         code = re.sub(rf"^{indent}", "", block, flags=re.MULTILINE)
         exec(compile(code, f"CONTRIBUTING.md, block {number}", "exec"), namespace)
@@ -163,7 +163,7 @@ def test_code_in_contributing_runs() -> None:
 
 def test_the_changelog_names_what_is_exported() -> None:
     names = set(re.findall(r"`fl\.(\w+)", CHANGELOG))
-    assert len(names) > 40 and names <= set(fl.__all__)
+    assert len(names) > 30 and names <= set(fl.__all__)
     headings = re.findall(r"^## \[(.*?)\]", CHANGELOG, re.MULTILINE)
     assert headings[0] == "Unreleased"
     assert headings[1:] == [] or headings[1] == fl.__version__

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MIB = 2**20
 COLORS = {"eager": EAGER, "fused": HERE}
 LEGEND = """\
-fused: the same model after fl.fuse(model, inputs)
+fused: the same model after fl.fuse(model)
 saved: kept by the forward pass for the backward pass, parameters left out
 peak: most allocated at once in both passes
 time: medians, of steps that take turns and of their ratios; they say little where other processes compute"""
