@@ -11,7 +11,7 @@ from torch import nn
 from ..utils.example import arguments_from, check_model, check_module, check_uncompiled
 from ..utils.progress import OnStage, asked
 from ..utils.refusals import check_flag
-from .patch import Patch, patch_of
+from .patch import Patch, is_worth_a_patch, patch_of
 from .report import FuseReport, measured
 
 
@@ -105,7 +105,7 @@ def unfuse(model: nn.Module) -> None:
 def _attach(model: nn.Module, exact: bool) -> None:
     unfuse(model)
     for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule):
+        if not isinstance(module, torch.jit.ScriptModule) and (module is model or is_worth_a_patch(module)):
             Patch(module, exact=exact).attach()
 
 

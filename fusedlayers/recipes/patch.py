@@ -72,7 +72,7 @@ class Patch:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward pass without this, for ``inspect.signature``."""
-        return self._forward_of(self.module)
+        return self.replaced if self.replaced is not None else type(self.module).forward.__get__(self.module)
 
     @property
     def __code__(self) -> Any:
@@ -84,9 +84,12 @@ class Patch:
             args = args[1:]
         if torch.compiler.is_compiling():
             return self._compiled(*args, **kwargs)
-        module = self._called_module(sys._getframe(1))
-        forward = self._forward_of(module)
-        if not torch.is_grad_enabled() or torchscript_state() is not None:
+        module: Any = sys._getframe(1).f_locals.get("self")
+        # ``copy.copy`` of a module, and the replicas of ``nn.DataParallel``, share its attributes, this one too.
+        if module is not self.module and not (isinstance(module, nn.Module) and vars(module).get("forward") is self):
+            module = self.module
+        forward = self.replaced or type(module).forward.__get__(module)
+        if not can_enter() or torchscript_state() is not None:
             return forward(*args, **kwargs)
         if self.recompute:
             run = functools.partial(self._saving_once, module, forward)
@@ -100,11 +103,9 @@ class Patch:
         return recomputed(forward, self.module, args, kwargs, "all") if self.recompute else forward(*args, **kwargs)
 
     def _saving_once(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if not can_enter():
-            return forward(*args, **kwargs)
         region = current_region()
         if region is not None:
-            return self._by_role(region, module, forward, args, kwargs)
+            return self._by_role(region, module, forward, args, kwargs) if self._role else forward(*args, **kwargs)
         region = enter_region()
         region.begin(module)
         try:
@@ -143,16 +144,6 @@ class Patch:
             gates.remember(x, y, activation, region)
         return y
 
-    def _forward_of(self, module: nn.Module) -> Callable[..., Any]:
-        return self.replaced if self.replaced is not None else type(module).forward.__get__(module)
-
-    def _called_module(self, frame: Any) -> nn.Module:
-        """The module that is called. ``copy.copy`` of a module, and the replicas of ``nn.DataParallel``, share its
-        attributes, this one too."""
-        caller = frame.f_locals.get("self")
-        is_copy = caller is not self.module and isinstance(caller, nn.Module) and vars(caller).get("forward") is self
-        return caller if is_copy else self.module
-
 
 def _role_of(module: nn.Module) -> Role:
     if is_norm(module):
@@ -162,6 +153,13 @@ def _role_of(module: nn.Module) -> Role:
     if may_be_activation(module):
         return "perhaps activation"
     return "spelled norm" if is_candidate(module) and any(True for _ in module.parameters()) else ""
+
+
+def is_worth_a_patch(module: nn.Module) -> bool:
+    """Whether a module of a fused model gets one: not PyTorch's own layers that save nothing in another way, whose
+    calls are many."""
+    is_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+    return bool(_role_of(module)) or not is_layer
 
 
 def patch_of(module: nn.Module) -> Patch | None:

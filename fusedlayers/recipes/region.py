@@ -103,7 +103,10 @@ class Region:
 
     def pack(self, tensor: Tensor) -> Value:
         """What a node keeps of this tensor."""
-        value = self._value_of(tensor)
+        if tensor.grad_fn is None and (self.hooks is None or self._is_checkpointed):  # a parameter, or a node's own
+            value: Value = Saved(tensor, self.hooks, self)
+        else:
+            value = self._value_of(tensor)
         value.claim()
         return value
 
