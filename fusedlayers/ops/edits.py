@@ -146,7 +146,6 @@ def _output_was_edited(function: str, activation: Activation | None, reason: str
     return RuntimeError(
         f"{function}: {_output_of(activation)} was edited in place after the forward pass, and backward reads it. "
         'Edit a copy (y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '
-        "fused model by fl.fuse(model, exact=True) (torch.autograd.set_detect_anomaly(True) shows where). PyTorch "
-        "says: "
-        f"{reason}"
+        "fused model by fl.unfuse(module) (torch.autograd.set_detect_anomaly(True) shows which), or in all of it by "
+        f"fl.fuse(model, exact=True). PyTorch says: {reason}"
     )
