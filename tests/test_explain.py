@@ -24,6 +24,7 @@ from fusedlayers import sizes
 from fusedlayers.activations import resolve
 from fusedlayers.profiling.explanation import COUNT, DTYPES
 from fusedlayers.profiling.explanation_plot import pair_of
+from fusedlayers.profiling.model_explanation import ModelExplanation
 
 Function = Callable[[Tensor], Tensor]
 
@@ -396,3 +397,16 @@ def test_bytes_are_those_of_results_that_are_fused(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sizes, "MEDIUM_BYTES", 2 << 20)
     found = fl.explain("gelu").saved_bytes
     assert found == {"float32": (8.0, 4.0), "float16": (4.0, 2.0), "bfloat16": (4.0, 2.0)}
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_fused_model_is_said_to_save_every_value_once(exact: bool) -> None:
+    part = nn.Sequential(nn.Linear(4, 8), nn.GELU())
+    model = nn.Sequential(part, fl.FusedDenseAct(8, 4))
+    assert "every value" not in str(fl.explain(model))
+    fl.fuse(part, exact=exact)
+    found = fl.explain(model)
+    assert isinstance(found, ModelExplanation)
+    places = dict(found.places)
+    assert places["0"] == ("saves every value once, exactly" if exact else "saves every value once")
+    assert list(places) == ["0", "1"]

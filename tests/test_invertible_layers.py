@@ -342,3 +342,14 @@ def test_batch_norms_refuse_what_torchs_refuse() -> None:
     assert torch.equal(module.running_var, torch.ones(3))  # nothing was written
     with pytest.raises(ValueError, match="eps must be"):
         fl.InvertibleBatchNorm1d(3, eps=-1e-3).eval()(torch.randn(4, 3))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"track_running_stats": False}, {"affine": False}], ids=str
+)
+def test_batch_norms_keep_torchs_statistics(options: dict[str, Any]) -> None:
+    ours, torchs = (kind(6, **options) for kind in (fl.InvertibleBatchNorm1d, nn.BatchNorm1d))
+    for training in (True, True, False):
+        x = 3 * torch.randn(40, 6) + 1
+        assert torch.equal(ours.train(training)(x), torchs.train(training)(x))
+        assert all(map(torch.equal, ours.buffers(), torchs.buffers()))

@@ -16,7 +16,7 @@ class TanhGELU(nn.Module):
 
 
 class Scaled(nn.Module):
-    """No activation: PyTorch keeps nothing of it."""
+    """Not folded: PyTorch keeps nothing of it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return 2.0 * x + 1.0
