@@ -36,7 +36,8 @@ def is_frozen(module: nn.Module) -> bool:
 def note_facts(module: Any, result: Tensor) -> None:
     """Note in the node that made ``result`` what the norm knows."""
     # Parametrizations are attributes of a class, and replicas' of the module.
-    if any(hasattr(type(module), name) or name in vars(module) for name in ("weight", "bias")):
+    kind, own = type(module), vars(module)
+    if "weight" in own or "bias" in own or hasattr(kind, "weight") or hasattr(kind, "bias"):
         return
     whole = result if result._base is None else result._base
     node: Any = whole.grad_fn
@@ -46,7 +47,9 @@ def note_facts(module: Any, result: Tensor) -> None:
     repeats = isinstance(module, _INSTANCE_NORMS) and (weight, bias) != (None, None)
     if node is None or repeats or whole.nbytes < region.LEAST_BYTES:
         return
+    copies = 2 * ((0 if weight is None else weight.numel()) + (0 if bias is None else bias.numel()))
     bias = None if bias is None else bias.detach().clone()
     weight = weight.detach().clone() if weight is not None and is_sharded() else weight
     version = 0 if weight is None else weight._version
-    node.metadata[NORM_FACTS] = NormFacts(getattr(module, "eps", None), weight, bias, version)
+    eps, is_worth_it = getattr(module, "eps", None), copies <= whole.numel()
+    node.metadata[NORM_FACTS] = NormFacts(eps, weight, bias, version, is_worth_it)

@@ -187,7 +187,7 @@ class Recipe(Value):
     __slots__ = ("_function", "_operands", "dtype", "layout", "made_by", "nbytes")
 
     def __init__(self, node: Any, function: Callable[..., Tensor], operands: Sequence[Value], region: object) -> None:
-        super().__init__(region, 1 + max((value.depth for value in operands), default=0))
+        super().__init__(region, 1 + max([value.depth for value in operands]))
         self.made_by, self.dtype = node.name(), node._input_metadata[0].dtype
         self._function, self._operands = function, tuple(operands)
         self.layout: Layout | None = None

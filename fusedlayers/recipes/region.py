@@ -224,7 +224,7 @@ class Region:
             parts = None if row is None else row(self, node, result)
         finally:
             self._nesting -= 1
-        if parts is None or not parts[1] or 1 + max(value.depth for value in parts[1]) > DEPTH:
+        if parts is None or not parts[1] or max([value.depth for value in parts[1]]) >= DEPTH:
             return None
         version = _writes_to_result(node, parts[1][0])
         if result is not None and result._version != version:

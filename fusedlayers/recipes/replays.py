@@ -9,7 +9,6 @@ gives the same bits twice.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -35,6 +34,8 @@ class NormFacts(NamedTuple):
     bias: Tensor | None
     #: Of the weight.
     version: int
+    #: Whether the result is larger than the copies.
+    is_worth_it: bool
 
 
 class Graph(Protocol):
@@ -135,11 +136,9 @@ def is_sharded() -> bool:
 def _affine(graph: Graph, node: Any, facts: NormFacts | None, saves: Sequence[str]) -> list[Value | None] | None:
     """Weight and bias; None where one that is frozen may be unknown, or copies would be as large as the result."""
     if facts is not None:
-        given = facts.weight, facts.bias
-        copies = sum(tensor.numel() for tensor in given if tensor is not None)
-        is_worth_it = 2 * copies <= math.prod(node._input_metadata[0].shape)
-        is_same = facts.weight is None or facts.weight._version == facts.version
-        return [None if t is None else Saved(t, None, graph) for t in given] if is_worth_it and is_same else None
+        if not facts.is_worth_it or (facts.weight is not None and facts.weight._version != facts.version):
+            return None
+        return [None if t is None else Saved(t, None, graph) for t in (facts.weight, facts.bias)]
     if is_sharded():
         return None
     found = [graph.saved(node, name) or graph.behind(node, edge) for edge, name in ((1, "weight"), (2, "bias"))]
@@ -161,7 +160,7 @@ def _norm(
             return None
         has_w, has_b = (value is not None for value in affine)
         operands = [x, *affine, *(graph.saved(node, name) for name in statistics)]
-        if "BatchNorm" in node.name() and not has_w and node._input_metadata[0].dtype.itemsize == 2:
+        if statistics and not has_w and node._input_metadata[0].dtype.itemsize == 2:
             return None  # its bits depend on the dtype of the running statistics
 
         def norm(x: Tensor, *given: Tensor) -> Tensor:
@@ -199,12 +198,12 @@ def _batch_norm(name: str) -> Callable[[Any, NormFacts | None], Callable[..., Te
     def make(node: Any, facts: NormFacts | None) -> Callable[..., Tensor] | None:
         if not getattr(node, "_saved_training", True):
             return None
-        eps, cudnn = getattr(node, name), torch.backends.cudnn.enabled
+        eps = getattr(node, name)
 
         def norm(x: Tensor, w: Tensor | None, b: Tensor | None, *statistics: Tensor) -> Tensor:
             if statistics and x.is_cpu and all(t is None or _is_dense(t) for t in (x, w, b)):
                 return _by_statistics(x, w, b, *statistics)
-            return torch.batch_norm(x, w, b, None, None, True, 0.0, eps, cudnn)
+            return torch.batch_norm(x, w, b, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
 
         return norm
 
