@@ -210,7 +210,9 @@ def test_nothing_of_the_model_changes_but_forward(x: Tensor) -> None:
     values, state, text = copy.deepcopy(model.state_dict()), torch.get_rng_state(), str(model)
     for inputs in (None, x):
         fl.fuse(model, inputs)
-        assert all(patch_of(module) is not None for module in model.modules()) and str(model) == text
+        patched = {type(module) for module in model.modules() if patch_of(module) is not None}
+        assert patched >= {nn.Sequential, nn.BatchNorm1d} and patched.isdisjoint({nn.Linear, nn.Dropout})
+        assert str(model) == text
         assert [type(m) for m in model.modules()] == classes
         assert [type(m).forward for m in model.modules()] == forwards
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
@@ -244,10 +246,8 @@ def test_copies_are_their_own(how: str, x: Tensor) -> None:
         other = torch.load(file, weights_only=False)
     else:
         other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
-    patches = [patch_of(module) for module in other.modules()]
-    assert all(
-        patch is not None and patch.module is module for patch, module in zip(patches, other.modules(), strict=True)
-    )
+    patches = {module: patch for module in other.modules() if (patch := patch_of(module)) is not None}
+    assert len(patches) > 3 and all(patch.module is module for module, patch in patches.items())
     assert are_near(step(other, x), step(of_layers(), x)) and kept(other, x) == kept(model, x)
     fl.unfuse(other)
     assert patch_of(model) is not None

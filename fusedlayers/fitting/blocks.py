@@ -42,7 +42,7 @@ class Block:
 
 
 class Blocks(list[Block]):
-    """The blocks of a model that may be recomputed, in the order of their calls; every module gets a patch.
+    """The blocks of a model that may be recomputed, in the order of their calls; the model is fused.
 
     Attributes:
         skipped: by reason, the paths of blocks that a recomputation would get wrong.
@@ -87,7 +87,7 @@ class Blocks(list[Block]):
             inside.pop()
 
         with ExitStack() as stack:
-            for module in self._patches:
+            for module in self.model.modules():
                 for child in module.children() if isinstance(module, LISTS) else ():
                     if child in self._patches:
                         self._patches[child].recompute = True
