@@ -115,15 +115,15 @@ _MISTRAL = {
     "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "vocab_size": 1000, "use_cache": False,
 }  # fmt: skip
-_EFFICIENTNET = {"image_size": 128, "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280}
+_EFFICIENTNET = {"image_size": 160, "width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280}
 _MODELS = (
     Case("BERT-base", _hf("Bert", num_hidden_layers=2, **_NO_DROPOUT), (4, 128), _TRANSFORMERS, is_compiled=True),
     Case("BERT-base with dropouts", _hf("Bert", num_hidden_layers=2), (4, 128), _TRANSFORMERS),
     Case("ViT-B", _hf("ViT", num_hidden_layers=2), (2, 3, 224, 224), _TRANSFORMERS),
     Case("Mistral, 1024 wide", _hf("Mistral", **_MISTRAL), (1, 512), _TRANSFORMERS, is_compiled=True),
     Case("ConvNeXt-T", _hf("ConvNext", depths=[1, 1, 3, 1]), (2, 3, 192, 192), _TRANSFORMERS),
-    Case("EfficientNet-B0", _hf("EfficientNet", **_EFFICIENTNET), (4, 3, 128, 128), _CONVOLUTIONS, is_compiled=True),
-    Case("ResNet-50", _hf("ResNet"), (4, 3, 128, 128), _CONVOLUTIONS),
+    Case("EfficientNet-B0", _hf("EfficientNet", **_EFFICIENTNET), (8, 3, 160, 160), _CONVOLUTIONS, is_compiled=True),
+    Case("ResNet-50", _hf("ResNet"), (4, 3, 160, 160), _CONVOLUTIONS),
     Case("MobileNetV3 blocks", mobile_net, (4, 3, 224, 224), _CONVOLUTIONS),
     Case("diffusion UNet", unet, (2, 3, 64, 64), _CONVOLUTIONS),
 )

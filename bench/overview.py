@@ -35,7 +35,7 @@ def picture(results: Path) -> str | None:
         f'<rect width="{_WIDTH}" height="{height}" fill="white"/>',
         _text(_LABELS, 24, "saved for the backward pass", size=15),
         _legend(_LABELS, EAGER, "PyTorch"),
-        _legend(_LABELS + 100, HERE, "after fl.fuse(model, inputs)"),
+        _legend(_LABELS + 100, HERE, "after fl.fuse(model)"),
     ]
     parts.append(_text(_WIDTH - 16, 24, "time of a step", size=15, anchor="end"))
     for number, row in enumerate(rows):

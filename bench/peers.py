@@ -117,7 +117,7 @@ def _checkpointed(module: nn.Module, x: Tensor) -> Forward:
 
 
 def _fused(module: nn.Module, x: Tensor, **options: Any) -> Forward:
-    fl.fuse(module, x.detach(), **options)
+    fl.fuse(module, **options)
     return module
 
 

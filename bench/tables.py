@@ -213,55 +213,58 @@ def _times_saved(variant: dict[str, Any], relu: dict[str, Any]) -> str:
 
 
 def models_table(run: dict[str, Any]) -> str:
-    """Whole models: bytes kept, those at the worst moment, and time, with output-saving activations and after fuse."""
+    """Whole models: bytes kept, those at the worst moment, and time, before and after ``fuse`` in both of its modes."""
     lines = [
         measured_on(run),
         "",
-        "| Model (input) | saved MiB: eager | activations alone | **fuse** | recomputed "
-        "| peak MiB: eager | activations alone | **fuse** | recomputed "
-        "| time: eager | activations alone | **fuse** | recomputed |",
-        "|---|" + "--:|" * 12,
+        "| Model (input) | saved MiB: eager | `exact=True` | **fuse** | peak MiB: eager | `exact=True` | **fuse** "
+        "| time: eager | `exact=True` | **fuse** | `torch.compile` |",
+        "|---|" + "--:|" * 10,
     ]
     for row in run["cases"]:
-        eager, activations, ours, recomputed = (
-            row["variants"].get(name, {}) for name in ("eager", "activations", "fusedlayers", "recompute")
+        eager, exact, ours, compiled = (
+            row["variants"].get(name, {}) for name in ("eager", "exact", "fusedlayers", "compile")
         )
         cells = [f"{model_name(row)}, {row['dtype']} ({' x '.join(map(str, row['input']))})"]
         for what in ("saved_bytes", "peak_bytes"):
-            cells += [_mib(eager, what), _change(activations, eager, what)]
-            cells += [f"**{_change(ours, eager, what)}**", _change(recomputed, eager, what)]
-        cells += [_time(eager), _ratio(activations), f"**{_ratio(ours)}**", _ratio(recomputed)]
+            cells += [_mib(eager, what), _change(exact, eager, what), f"**{_change(ours, eager, what)}**"]
+        cells += [_time(eager), _ratio(exact), f"**{_ratio(ours)}**", _ratio(compiled)]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def recipes_table(run: dict[str, Any]) -> str:
-    """Whole models within ``save_once``: what it leaves of eager's saved bytes, and the time of a step."""
+def saved_table(run: dict[str, Any]) -> str:
+    """Whole models: what ``fuse`` leaves of eager's saved bytes and peaks, in both of its modes."""
     dtypes = {"float32": "float32", "bfloat16": "bfloat16", "autocast": "autocast to bfloat16"}
     lines = [
         measured_on(run),
         "",
-        f"| Saved MiB, before and within `save_once`; time of a step | {' | '.join(dtypes.values())} |",
+        f"| Saved MiB: PyTorch, **`fuse`**, `exact=True` where that differs | {' | '.join(dtypes.values())} |",
         "|---|" + "--:|" * len(dtypes),
     ]
     cases = {(row["model"], row["dtype"]): row for row in run["cases"]}
-    for model in dict.fromkeys(row["model"] for row in run["cases"]):
-        cells = [model]
-        for dtype in dtypes:
-            row = cases[model, dtype]
-            before, after = (row[who]["hooks"] for who in ("eager", "recipes"))
-            change = round(100 * (after - before) / before)
-            cells.append(f"{before / 2**20:.1f}, **{after / 2**20:.1f}** ({change:+d} %), {row['ratio']:.2f}x")
-        lines.append(f"| {' | '.join(cells)} |")
+    models = dict.fromkeys(row["model"] for row in run["cases"])
+    lines += [f"| {' | '.join([m, *(_saved(cases[m, dtype]) for dtype in dtypes)])} |" for m in models]
     lines += [
         "",
         f"On the host a small linear layer takes {run['linear_over_eager_us']} us more, forward and backward.",
+        "",
+        "| Peak MiB over parameters and gradients, six layers | PyTorch | **`fuse`** | `exact=True` |",
+        "|---|--:|--:|--:|",
     ]
-    lines += ["", "| Peak MiB over parameters and gradients, six layers | PyTorch | **`save_once`** |", "|---|--:|--:|"]
     for row in run["peaks"]:
-        peaks = [row[f"{who}_peak_bytes"] / 2**20 for who in ("eager", "recipes")]
-        lines.append(f"| {row['id'].replace('/', ', ')} | {peaks[0]:.0f} | **{peaks[1]:.0f}** ({row['share']:.2f}x) |")
+        eager, ours, exact = (row["peak_bytes"][mode] / 2**20 for mode in ("eager", "fusedlayers", "exact"))
+        shares = row["share"]
+        cells = [row["id"].replace("/", ", "), f"{eager:.0f}", f"**{ours:.0f}** ({shares['fusedlayers']:.2f}x)"]
+        cells.append(f"{exact:.0f} ({shares['exact']:.2f}x)")
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _saved(row: dict[str, Any]) -> str:
+    before, ours, exact = (row[mode]["hooks"] for mode in ("eager", "fusedlayers", "exact"))
+    text = f"{before / 2**20:.1f}, **{ours / 2**20:.1f}** ({round(100 * (ours - before) / before):+d} %)"
+    return text if ours == exact else f"{text}, {exact / 2**20:.1f}"
 
 
 #: One row for each kind of part: the benchmark, what the part is, and whose, as the benchmark calls them.
@@ -500,7 +503,7 @@ def _speed(variant: dict[str, Any]) -> str:
 
 
 def model_name(row: dict[str, Any]) -> str:
-    return row["model"] if row["layers"] is None else f"{row['model']}, {row['layers']} layers"
+    return row["model"] if row.get("layers") is None else f"{row['model']}, {row['layers']} layers"
 
 
 def _change(variant: dict[str, Any], eager: dict[str, Any], what: str) -> str:
@@ -536,7 +539,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "accuracy": accuracy_table,
     "conv": partial(_tables, subject="conv", table=conv_table),
     "containers": partial(_tables, subject="containers", table=containers_table),
-    "recipes": partial(_tables, subject="recipes", table=recipes_table),
     "custom": partial(_tables, subject="custom", table=custom_table),
     "dense": partial(_tables, subject="dense", table=dense_table),
     "fit": partial(_tables, subject="fit", table=fit_table),
@@ -544,6 +546,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "host": partial(_tables, subject="host", table=small_calls_table, command="overhead --fake-gpu"),
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "models": partial(_tables, subject="models", table=models_table),
+    "saved": partial(_tables, subject="saved", table=saved_table),
     "overhead": partial(_tables, subject="overhead", table=small_calls_table),
     "overview": overview_table,
     "peers": partial(_tables, subject="peers", table=peers_table),

@@ -1,6 +1,5 @@
 """The benchmarks' own machinery, on shapes too small to measure anything."""
 
-import dataclasses
 import importlib.metadata
 import importlib.util
 import json
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import fusedlayers as fl
 from bench import (
     MAIN_FORMAT,
     conv,
@@ -29,6 +27,7 @@ from bench import (
     overhead,
     plot,
     pointwise,
+    saved,
     shapes,
     tables,
 )
@@ -792,97 +791,72 @@ def of_transformers(test: Callable[..., None]) -> Callable[..., None]:
     return pytest.mark.skipif(is_missing, reason="transformers is not installed")(quiet(test))
 
 
+def a_small_model(hf: Any) -> torch.nn.Module:
+    return hf.BertModel(hf.BertConfig(**models_sizes, vocab_size=100))  # type: ignore[no-any-return]
+
+
+models_sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
 @of_transformers
-def test_whole_models_are_timed_where_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    case = models.cases("cpu")[0]
-    (row,) = models.run([case], CPU, quick=True)["cases"]
-    assert row["variants"]["fusedlayers"]["forward_backward"]["rounds"] == 5
-    assert row["variants"]["eager"]["forward_backward"]["ratio"] == 1
-    row = models.measure_case(case, CPU, ["eager"], end=None, quick=True)
-    assert "forward_backward" not in row["variants"]["eager"]
-    # No step is as short as the time that is left.
-    tiny = dataclasses.replace(case, sizes=case.small, tokens=16)
-    row = models.measure_case(tiny, CPU, ["eager"], end=time.monotonic(), quick=False)
-    assert "forward_backward" not in row["variants"]["eager"] and row["target"] == {"fusedlayers": 0.2}
-    result = models.run([case], CPU, quick=True, budget_seconds=0)
+def test_whole_models_are_measured_in_both_modes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    case = models.Case("Small", a_small_model, (2, 16), (1.03, 1.06))
+    result = models.run([case], CPU, timed=False, out=tmp_path)
+    (row,) = result["cases"]
+    eager, exact, ours = (row["variants"][name] for name in ("eager", "exact", "fusedlayers"))
+    assert exact["saved_bytes"] <= eager["saved_bytes"] and ours["saved_bytes"] <= eager["saved_bytes"]
+    assert row["at_most"] == {"fusedlayers": 1.03, "exact": 1.06} and "small/float32" in capsys.readouterr().out
+    assert json.loads((tmp_path / "models.json").read_text())["cases"] == [row]
+    result = models.run([case], CPU, timed=False, budget_seconds=0)
     assert result["cases"] == [] and result["not_run"] == [case.id]
 
 
 @of_transformers
+def test_whole_models_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "_CASE_SECONDS", {"cpu": 0.0})
+    row = models.measure_case(models.Case("Small", a_small_model, (2, 16), (1.03, 1.06)), CPU, timed=True)
+    assert row["variants"]["fusedlayers"]["forward_backward"]["rounds"] == models._FEWEST_ROUNDS
+    assert row["variants"]["eager"]["forward_backward"]["ratio"] == 1 and "(at most 1.06)" in models.line(row)
+
+
 def test_variants_of_a_model_share_their_parameters() -> None:
-    eager = models._build(models.cases("cpu")[4], CPU, quick=True)
-    subject, _ = eager.variant("fusedlayers")
-    assert subject is not None
+    case = models.Case("Small", lambda hf: torch.nn.Linear(2, 2), (1, 2), (1, 1))
+    eager = models.Subject(case, torch.nn.Sequential(torch.nn.Linear(2, 2)), torch.randn(1, 2))
+    subject = eager.variant("fusedlayers", case)
     pairs = zip(eager.model.parameters(), subject.model.parameters(), strict=True)
     assert all(a is b for a, b in pairs) and subject.model is not eager.model
-    assert not any(isinstance(module, fl.GELU) for module in eager.model.modules())
-    eager.forward_backward()
-    assert all(parameter.grad is None for parameter in subject.model.parameters())
-
-
-@of_transformers
-def test_a_variant_that_errs_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "DROP_INS", dict.fromkeys(models.DROP_INS, torch.nn.ReLU))
-    (row,) = models.run(models.cases("cpu")[:1], CPU, variants=["eager", "activations"], quick=True)["cases"]
-    assert row["variants"]["activations"]["error"].startswith("ArithmeticError: differs from eager by ")
-    assert "MISSED: ArithmeticError" in models.acceptance({"cases": [row]})[0]
-
-
-@of_transformers
-def test_as_many_layers_as_fit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    case = next(case for case in models.cases("cuda") if case.model == "Mistral-7B")
-    case = dataclasses.replace(case, sizes=case.small, tokens=16)
-    step = models.Subject.forward_backward
-
-    def with_little_memory(subject: models.Subject) -> None:
-        if subject.model.config.num_hidden_layers > 4:
-            raise torch.OutOfMemoryError
-        step(subject)
-
-    monkeypatch.setattr(models.Subject, "forward_backward", with_little_memory)
-    subject, layers = models.build(case, CPU, quick=False)
-    assert layers == 4 and len(subject.model.layers) == 4
-    # What does not fit leaves the others alone.
-    result = models.run([dataclasses.replace(case, layers=(8,))], CPU)
-    assert result["not_run"] == [case.id] and "not even 8 layers" in capsys.readouterr().out
-
-
-def test_models_acceptance() -> None:
-    def row(target: float, **saved: int) -> dict[str, Any]:
-        variants = {name: {"saved_bytes": value} for name, value in saved.items()}
-        return {"id": "a", "target": {"fusedlayers": target}, "variants": {"recompute": {"skipped": "no"}, **variants}}
-
-    rows = [row(0.2, eager=100, fusedlayers=80), row(0.2, eager=100, activations=101, fusedlayers=81)]
-    assert models.acceptance({"cases": rows}) == [
-        "a: saved less than by eager: fusedlayers 20.0% of 20.0%: met",
-        "a: saved less than by eager: activations -1.0%: MISSED, fusedlayers 19.0% of 20.0%: MISSED",
-    ]
 
 
 def test_models_command_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    written: list[tuple[Path | None, bool, list[str]]] = []
+    written: list[tuple[Path | None, bool]] = []
 
-    def run(todo: Any, device: Any, *, out: Path | None, timed: bool, variants: list[str], **options: Any) -> Any:
-        written.append((out, timed, variants))
+    def run(todo: Any, device: Any, *, out: Path | None, timed: bool, **options: Any) -> Any:
+        written.append((out, timed))
         return {"cases": []}
 
     monkeypatch.setattr(models, "run", run)
     monkeypatch.setattr(models, "RESULTS", tmp_path)
     assert bench_main(["models", "--device", "cpu", "--only", "no such case"]) == 2
-    assert "bench models: no case matches --only 'no such case'; there are ['bert-base/" in capsys.readouterr().out
-    for arguments in ([], ["--bytes-only"], ["--only", "vit"], ["--quick"], ["--variants", "fusedlayers"]):
+    assert "bench models: no case matches --only 'no such case': ['bert-base/" in capsys.readouterr().out
+    for arguments in ([], ["--bytes-only"], ["--only", "bert"], ["--bytes-only", "--out", str(tmp_path)]):
         assert bench_main(["models", "--device", "cpu", *arguments]) == 0
-    # A part, and a result without times, replace no committed one.
-    assert [path is not None and path.parent == tmp_path for path, _, _ in written] == [True, *[False] * 4]
-    assert [timed for _, timed, _ in written] == [True, False, True, True, True]
-    assert written[0][2] == ["eager", "activations", "fusedlayers"] and written[4][2] == ["eager", "fusedlayers"]
+    (whole, is_timed), *parts = written
+    assert whole is not None and whole.parent == tmp_path and is_timed
+    assert parts == [(None, False), (None, True), (tmp_path, False)]
 
 
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-def test_models_that_are_measured_by_default(kind: str) -> None:
-    ids = [case.id for case in models.cases(kind)]
-    usual = "float32/4" if kind == "cpu" else "bfloat16/128"
-    assert len({*ids}) == len(ids) and {f"bert-base/{usual}", f"resnet-50/{usual}"} < {*ids}
-    assert ("mistral-7b/bfloat16/1" in ids) == (kind == "cuda")
+def test_a_gpu_gets_larger_batches() -> None:
+    of_cpus, of_gpus = ({case.id: case for case in models.cases(kind)} for kind in ("cpu", "cuda"))
+    assert len(of_cpus) == 18 and len(of_gpus) == 8
+    assert all(case.input[0] == 32 * of_cpus[name].input[0] for name, case in of_gpus.items())
+
+
+def test_what_saved_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saved, "_INPUTS", {"planes": lambda: torch.randn(2, 32, 16, 16)})
+    row = saved.measure_case(saved._case("Blocks", lambda hf: saved.Blocks(), "planes", (0.5, 0.5, 0.5)), None)
+    for mode in saved.MODES:
+        assert row[mode]["own"] == pytest.approx(row[mode]["hooks"], rel=0.01)
+        assert row[mode]["hooks"] == pytest.approx(row[mode]["living"], rel=0.01)
+        assert row["share"][mode] < row["at_most"][mode] and f"{mode} own" in saved.line(row)

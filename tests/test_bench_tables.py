@@ -105,16 +105,15 @@ def test_the_models_table(tmp_path: Path) -> None:
 
     time_of = {"forward_backward": {"median_us": 5432100.0, "ratio": 0.987}}
     ours = {"saved_bytes": 150 * 2**20, "peak_bytes": 300 * 2**20}
-    run = a_run([row(None, fusedlayers=ours), row(4, recompute={"skipped": "no"})])
+    run = a_run([row(None, fusedlayers=ours), row(4)])
     run["cases"][1]["variants"]["eager"] |= time_of
-    run["cases"][1]["variants"]["activations"] = {**ours, **time_of}
+    run["cases"][1]["variants"] |= {"exact": {**ours, **time_of}, "compile": {**ours, **time_of}}
     lines = table_of("models", run, tmp_path)
     assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
     assert lines[4:-1] == [
-        "| BERT-base, float32 (4 x 512) | 200.0 | - | **-25.0 %** | - | 400.0 | - | **-25.0 %** | - "
-        "| - | - | **-** | - |",
-        "| BERT-base, 4 layers, float32 (4 x 512) | 200.0 | -25.0 % | **-** | - | 400.0 | -25.0 % | **-** | - "
-        "| 5.43 s | 0.99x | **-** | - |",
+        "| BERT-base, float32 (4 x 512) | 200.0 | - | **-25.0 %** | 400.0 | - | **-25.0 %** | - | - | **-** | - |",
+        "| BERT-base, 4 layers, float32 (4 x 512) | 200.0 | -25.0 % | **-** | 400.0 | -25.0 % | **-** "
+        "| 5.43 s | 0.99x | **-** | 0.99x |",
     ]
 
 
@@ -280,21 +279,21 @@ def test_the_table_of_small_calls(tmp_path: Path) -> None:
     assert "`python -m bench overhead --fake-gpu` makes one" in tables.TABLES["host"](tmp_path)
 
 
-def test_the_recipes_table(tmp_path: Path) -> None:
+def test_the_saved_table(tmp_path: Path) -> None:
     rows = [
         {
-            "id": f"bert/{dtype}", "model": "BERT", "dtype": dtype, "ratio": 1.05 + i,
-            "eager": {"hooks": 20 << 20}, "recipes": {"hooks": (10 + i) << 20},
+            "id": f"bert/{dtype}", "model": "BERT", "dtype": dtype, "eager": {"hooks": 20 << 20},
+            "exact": {"hooks": 12 << 20}, "fusedlayers": {"hooks": (10 + i) << 20},
         }
         for i, dtype in enumerate(("float32", "bfloat16", "autocast"))
     ]  # fmt: skip
-    peak = {"id": "BERT/float32", "eager_peak_bytes": 40 << 20, "recipes_peak_bytes": 30 << 20, "share": 0.75}
-    lines = table_of("recipes", {**a_run(rows), "peaks": [peak], "linear_over_eager_us": 14.0}, tmp_path)
-    assert (
-        "| BERT | 20.0, **10.0** (-50 %), 1.05x | 20.0, **11.0** (-45 %), 2.05x | 20.0, **12.0** (-40 %), 3.05x |"
-        in lines
-    )
-    assert "| BERT, float32 | 40 | **30** (0.75x) |" in lines
+    peak = {
+        "id": "BERT/float32", "peak_bytes": {"eager": 40 << 20, "fusedlayers": 30 << 20, "exact": 36 << 20},
+        "share": {"fusedlayers": 0.75, "exact": 0.9},
+    }  # fmt: skip
+    lines = table_of("saved", {**a_run(rows), "peaks": [peak], "linear_over_eager_us": 14.0}, tmp_path)
+    assert "| BERT | 20.0, **10.0** (-50 %), 12.0 | 20.0, **11.0** (-45 %), 12.0 | 20.0, **12.0** (-40 %) |" in lines
+    assert "| BERT, float32 | 40 | **30** (0.75x) | 36 (0.90x) |" in lines
 
 
 def test_the_fit_table(tmp_path: Path) -> None:
