@@ -64,7 +64,7 @@ class Item(NamedTuple):
 HALVES = {
     1: (
         Item("environment", 40),
-        Item("fuse", 200),
+        Item("fuse", 190),
         Item("kernels", 80),
         Item("host", 40),
         Item("contexts", 40),

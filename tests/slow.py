@@ -39,7 +39,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_what_users_bring_compiles_without_spills": 0,
     },
     "test_bench": {
-        "test_as_many_layers_as_fit": 0,
         "test_custom_command_line": 0,
         "test_custom_records_what_fails": 0,
         "test_overhead_command_line": 0,

@@ -111,7 +111,7 @@ def test_gelu_compiles_without_spills() -> None:
 
 def test_gelu_takes_few_instructions() -> None:
     """A Hopper issues about 30 for each element while it reads and writes it."""
-    most = {"forward": 35, "derivative_given_output": 40}
+    most = {"forward": 35, "derivative_given_output": 42}
     cases = [f"sm_90/gelu/{kernel}/bfloat16/{bias}" for kernel in most for bias in ("none", "column")]
     for report in compiled("instructions", *cases):
         kernel = report["case"].split()[1]

@@ -1235,8 +1235,8 @@ def _sweep(entry: Published, dtype: torch.dtype) -> None:
     # Arithmetic in between is float32: what that overflows, or cancels, is not counted against it.
     single = entry.function(z.float(), *(v.float() for v in values)).to(dtype)
     marked = fl.bias_act(z.clone().requires_grad_(), None, function).detach()
-    # An ambiguous output that underflows becomes 0, and no subnormal number.
-    tiny = (marked == 0) & (truth.abs().double() < LEAST[dtype])
+    # An ambiguous output that underflows, or is rounded up to the least normal number, becomes 0.
+    tiny = (marked == 0) & (truth.abs().double() <= LEAST[dtype])
     for y in (fl.bias_act(z, None, function), torch.where(tiny, truth, marked)):
         assert not bool((y.isnan() & ~eager.isnan()).any())
         there = ~(y.isnan() | eager.isnan())

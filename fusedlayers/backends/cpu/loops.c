@@ -361,10 +361,10 @@ static inline float marked(float z, float y, float position) {
     NAME(z[i], p, e[i], &output, &derivative); \
     slope[i] = derivative; } }
 #define MARKED_OF(NAME) \
-  static void NAME##_marked(float p, const float *e, float position, const float *z, float *y) { EACH { \
-    float output, slope; \
-    NAME(z[i], p, e[i], &output, &slope); \
-    y[i] = marked(z[i], output, position); } }
+  static void NAME##_marked(float p, const float *e, float position, const float *z, float *y) { \
+    float outputs[BLOCK]; /* with relu's choices in the same loop it is not vectorised; y may be z */ \
+    EACH { float slope; NAME(z[i], p, e[i], &outputs[i], &slope); } \
+    EACH y[i] = marked(z[i], outputs[i], position); }
 FUNCTIONS(OUTPUT_OF)
 FUNCTIONS(MARKED_OF)
 FUNCTIONS(BOTH_OF)
