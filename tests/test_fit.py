@@ -716,3 +716,16 @@ def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
     assert ours <= theirs <= 0.5 * case["saved_bytes"]
     assert entry["budget"] == pytest.approx(theirs / case["saved_bytes"], abs=1e-4)
     assert bench_main(["fit", "--only", "nothing"]) == 2
+
+
+def test_a_model_that_was_exact_stays_so() -> None:
+    model, x = nn.Sequential(*(nn.Sequential(*_mlp()) for _ in range(3))), torch.randn(512, 32)
+    fl.fuse(model, exact=True)
+    fl.fit(model, x, fraction=0.9)
+    assert {patch.exact for module in model.modules() if (patch := patch_of(module)) is not None} == {True}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # the compiler imports it
+def test_a_compiled_model_is_refused() -> None:
+    with pytest.raises(TypeError, match="fit: the model is compiled"):
+        fl.fit(torch.compile(nn.Sequential(*_mlp())), torch.randn(8, 32), fraction=0.5)

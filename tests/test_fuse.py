@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
+from fusedlayers._torch import saved_tensors_hooks_on_top
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.recipes import region
 from fusedlayers.recipes.counting import count
@@ -619,9 +620,93 @@ def test_a_model_is_freed(x: Tensor) -> None:
     fl.fuse(model, x)
     step(model, x)
     ref = weakref.ref(model)
-    del model
     gc.collect()
-    assert ref() is None
+    gc.disable()
+    try:
+        del model
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+# --- norms of a user's ------------------------------------------------------------------------------------------------
+
+
+class WithMean(nn.LayerNorm):
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        return y, y.mean()
+
+
+class TwoNorms(nn.LayerNorm):
+    def __init__(self) -> None:
+        super().__init__(IN)
+        self.post = nn.LayerNorm(IN, eps=1e-1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.post(super().forward(x))  # type: ignore[no-any-return]
+
+
+class Behind(nn.Module):
+    """A linear layer behind a norm, which may return more than a tensor."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(IN, IN), norm, nn.Linear(IN, IN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x))
+        y = y[0] if isinstance(y, tuple) else y
+        return self.last(y)  # type: ignore[no-any-return]
+
+
+def _patched() -> nn.Module:
+    norm = nn.LayerNorm(IN)
+    norm.forward = lambda x: F.layer_norm(x, (IN,), 1 + norm.weight, norm.bias, 1e-1)  # type: ignore[method-assign]
+    return norm
+
+
+@pytest.mark.parametrize("make", [_patched, lambda: WithMean(IN), TwoNorms])
+@pytest.mark.parametrize("by", [lambda model: fl.fuse(model, exact=True), fl.save_once], ids=["fuse", "save_once"])
+def test_norms_that_compute_something_else(make: Callable[[], nn.Module], by: Callable[[nn.Module], Any]) -> None:
+    found = []
+    for is_ours in (False, True):
+        torch.manual_seed(0)
+        model, x = Behind(make()), torch.randn(512, IN)
+        entered = by(model) if is_ours else None
+        with entered if isinstance(entered, fl.save_once) else contextlib.nullcontext():
+            y = model(x)
+        y.square().sum().backward()
+        found.append([y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+    assert all(map(torch.equal, *found))
+
+
+def test_parameters_of_inference_mode_are_left(x: Tensor) -> None:
+    with torch.inference_mode():
+        frozen = nn.Linear(IN, IN)
+    model = MLP()
+    model.frozen = frozen
+    fl.fuse(model)
+    model(x).sum().backward()
+    with fl.save_once(model):
+        model(x).sum().backward()
+    assert saved_tensors_hooks_on_top(True) is None
+
+
+def test_nothing_is_copied_that_is_as_large_as_the_result() -> None:
+    norm, x = nn.LayerNorm((16, 32, 32)), torch.randn(1, 16, 32, 32, requires_grad=True)
+    fl.fuse(norm)
+    y = norm(x)
+    assert y.grad_fn.metadata["fusedlayers.norm"] is None  # type: ignore[union-attr]
+
+
+def test_what_hooks_have_seen_stays_in_the_graph() -> None:
+    torch.manual_seed(0)
+    model, x, seen = Gated(), torch.randn(512, IN, requires_grad=True), []
+    fl.fuse(model)
+    model.act.register_forward_hook(lambda module, args, y: seen.append(y))
+    y = model(x)
+    assert torch.autograd.grad(y.sum(), seen[0])[0].any()
 
 
 # --- the report -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from fusedlayers.backends.rms_norm import RmsNormOptions
 from fusedlayers.memory import saved_bytes
 from fusedlayers.recipes import spelled_norms
 from fusedlayers.recipes.counting import count
-from fusedlayers.recipes.spelled_norms import is_candidate, spelled_norm
+from fusedlayers.recipes.spelled_norms import spelled_norm
+from fusedlayers.recipes.users_modules import is_leaf
 
 ROWS, WIDTH = 64, 96
 SIXTEEN = (torch.bfloat16, torch.float16)
@@ -114,7 +115,7 @@ def x() -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, *SIXTEEN], ids=str)
 def test_which_norm_it_is(kind: type[nn.Module], dtype: torch.dtype, x: Tensor) -> None:
     module = kind().to(dtype)
-    assert is_candidate(module)
+    assert is_leaf(module)
     norm = spelled_norm(module, x.to(dtype))
     assert norm is not None and norm.weight is getattr(module, "weight", None)
     # In float32 nothing is rounded before the weight multiplies it, and without a weight nothing is rounded twice.
@@ -298,7 +299,7 @@ def test_modules_that_are_no_candidates() -> None:
     matrix = Llama()
     matrix.weight = nn.Parameter(torch.ones(2, WIDTH))
     for module in (nn.RMSNorm(WIDTH), nn.Sequential(), nn.Sequential(Llama()), fl.GELU(), replaced_one, matrix):
-        assert not is_candidate(module)
+        assert not is_leaf(module)
 
 
 def test_calls_that_are_left(x: Tensor) -> None:

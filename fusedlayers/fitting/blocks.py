@@ -48,8 +48,8 @@ class Blocks(list[Block]):
         skipped: by reason, the paths of blocks that a recomputation would get wrong.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        fuse(model)
+    def __init__(self, model: nn.Module, *, exact: bool = False) -> None:
+        fuse(model, exact=exact)
         self.model, self.skipped = model, dict[str, list[str]]()
         self._patches = {module: patch for module in model.modules() if (patch := patch_of(module)) is not None}
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..profiling.step import Step
 from ..profiling.timing import telling
 from ..recipes.patch import patch_of
-from ..utils.example import arguments_from, eagerly, evaluation_notes
+from ..utils.example import arguments_from, check_uncompiled, eagerly, evaluation_notes
 from ..utils.formatting import path_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked, within
@@ -91,6 +91,7 @@ def fit(
     check_flag("fit", "plan_only", plan_only)
     with asked("fit", progress) as on_stage:
         budget = check_arguments(step, memory_budget_bytes, fraction, of)
+        check_uncompiled("fit", model)
         before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
         for patch in before:
             patch.remove()
@@ -99,7 +100,7 @@ def fit(
             inputs = tensors_in((step.args, step.kwargs))
             with unchanged([*model.modules()], inputs, attributes=True) as reset_random, eagerly():
                 on_stage("finding blocks", 0.0)
-                blocks = Blocks(model)
+                blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
                 with readable(step):
                     together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
                 if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:
@@ -182,5 +183,6 @@ def _are_alike(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
     """Whether gradients are the same but for rounding."""
     pairs = [(a.float(), b.float()) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
     errors, norms = [float((a - b).norm()) for a, b in pairs], [float(b.norm()) for _, b in pairs]
-    is_small = not math.hypot(*errors) > ALIKE * math.hypot(*norms)
+    error, norm = math.hypot(*errors), math.hypot(*norms)
+    is_small = error <= ALIKE * norm or not math.isfinite(norm)
     return is_small and [a is None for a in ours] == [b is None for b in theirs]

@@ -34,8 +34,9 @@ def fuse(
     Unless ``exact``, some modules compute faster by nodes of this package, where their results are large: folded
     activations (``nn.GELU``, ``nn.SiLU``, ``nn.Mish``, and classes that spell one out) save their output, RMS norms
     that are spelled out run as one kernel, and ``act(a) * b`` in a module that holds an activation and linear layers
-    writes its gradients over a and b. Rounding errors are at most about twice those of PyTorch. Code that writes over
-    the output of such an activation in place, where PyTorch saves its input, raises an error in backward.
+    writes its gradients over a and b; ``act(a)`` is no part of the graph then. Rounding errors are at most about twice
+    those of PyTorch. Code that writes over the output of such an activation in place, where PyTorch saves its input,
+    raises an error in backward.
 
     Args:
         model: any module; a fused one gets these options instead of those that it had.

@@ -45,8 +45,9 @@ class Gates(TorchFunctionMode):
             self._last = last
         elif func in _PRODUCTS and len(args) == 2:
             z, y, activation, versions = last
-            product = _product(z, y, args[1] if args[0] is y else args[0], activation)
-            if product is not None and (z._version, y._version) == versions:
+            other = args[1] if args[0] is y else args[0]
+            product = _product(z, y, other, activation) if (z._version, y._version) == versions else None
+            if product is not None:
                 return product
         return func(*args, **(kwargs or {}))
 

@@ -18,7 +18,8 @@ from ..call import followed_by, plan_for
 from ..execute import POINTWISE
 from ..sizes import is_small
 from .region import Region
-from .spelled_activations import activation_of, is_recognised, may_be_recognised
+from .spelled_activations import activation_of, is_recognised
+from .users_modules import has_parameters, is_leaf
 
 #: PyTorch's classes of folded activations.
 _FOLDED = frozenset({nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish})
@@ -29,7 +30,7 @@ def may_be_activation(module: nn.Module) -> bool:
     """Whether a module may compute a folded activation: nothing is run."""
     if type(module) in _FOLDED:
         return "forward" not in vars(module)
-    return may_be_recognised(module) and not any(True for _ in module.parameters())
+    return is_leaf(module) and not has_parameters(module)
 
 
 def is_activation(module: nn.Module, x: Tensor) -> bool:

@@ -21,7 +21,10 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Whether a module can say what its node does not: it runs torch's function, or calls it by ``super()``."""
+    """Whether a module can say what its node does not: it runs torch's function, or calls it by ``super()``, and has no
+    forward pass of its own."""
+    if "forward" in vars(module):
+        return False
     forward: Any = type(module).forward
     names = {*getattr(getattr(forward, "__code__", None), "co_names", ())}
     is_passed_on = isinstance(module, nn.LayerNorm) and {"super", "forward"} <= names and "layer_norm" not in names
@@ -33,8 +36,10 @@ def is_frozen(module: nn.Module) -> bool:
     return not module.training and not any(parameter.requires_grad for parameter in module.parameters())
 
 
-def note_facts(module: Any, result: Tensor) -> None:
-    """Note in the node that made ``result`` what the norm knows."""
+def note_facts(module: Any, result: Any) -> None:
+    """Note in the node that made ``result`` what the norm knows, unless another norm has within this one."""
+    if not isinstance(result, Tensor):
+        return
     # Parametrizations are attributes of a class, and replicas' of the module.
     kind, own = type(module), vars(module)
     if "weight" in own or "bias" in own or hasattr(kind, "weight") or hasattr(kind, "bias"):
@@ -45,11 +50,13 @@ def note_facts(module: Any, result: Tensor) -> None:
         node = node.next_functions[0][0]
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     repeats = isinstance(module, _INSTANCE_NORMS) and (weight, bias) != (None, None)
-    if node is None or repeats or whole.nbytes < region.LEAST_BYTES:
+    if node is None or repeats or whole.nbytes < region.LEAST_BYTES or NORM_FACTS in node.metadata:
         return
-    copies = 2 * ((0 if weight is None else weight.numel()) + (0 if bias is None else bias.numel()))
+    copies = (0 if weight is None else weight.numel()) + (0 if bias is None else bias.numel())
+    if 2 * copies > whole.numel():
+        node.metadata[NORM_FACTS] = None
+        return
     bias = None if bias is None else bias.detach().clone()
     weight = weight.detach().clone() if weight is not None and is_sharded() else weight
     version = 0 if weight is None else weight._version
-    eps, is_worth_it = getattr(module, "eps", None), copies <= whole.numel()
-    node.metadata[NORM_FACTS] = NormFacts(eps, weight, bias, version, is_worth_it)
+    node.metadata[NORM_FACTS] = NormFacts(getattr(module, "eps", None), weight, bias, version)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any, Literal, NoReturn
 
@@ -27,7 +28,8 @@ from .leaves import activated, is_activation, may_be_activation, may_save_output
 from .norm_facts import is_norm, note_facts
 from .region import Region
 from .save_once import can_enter, current_region, enter_region, leave_region
-from .spelled_norms import is_candidate, spelled_norm
+from .spelled_norms import spelled_norm
+from .users_modules import has_parameters, is_leaf
 
 Role = Literal["norm", "spelled norm", "activation", "perhaps activation", "gate", ""]
 
@@ -45,9 +47,22 @@ class Patch:
     recompute = False
 
     def __init__(self, module: nn.Module, *, exact: bool) -> None:
-        self.module, self.exact = module, exact
+        self._module, self.exact = weakref.ref(module), exact
         self.replaced: Callable[..., Any] | None = vars(module).get("forward")
         self._role = _role_of(module)
+
+    @property
+    def module(self) -> nn.Module:
+        """It is held weakly, so that a model is freed as soon as nobody has it."""
+        module = self._module()
+        assert module is not None
+        return module
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_module": self.module}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _module=weakref.ref(state["_module"]))
 
     def attach(self) -> None:
         """Take the place of the module's forward."""
@@ -107,8 +122,8 @@ class Patch:
         if region is not None:
             return self._by_role(region, module, forward, args, kwargs) if self._role else forward(*args, **kwargs)
         region = enter_region()
-        region.begin(module)
         try:
+            region.begin(module)
             return self._by_role(region, module, forward, args, kwargs)
         finally:
             leave_region()
@@ -140,7 +155,7 @@ class Patch:
             return None
         y, activation = found
         gates = current_gates()
-        if gates is not None:
+        if gates is not None and not module._forward_hooks:  # which may hold y
             gates.remember(x, y, activation, region)
         return y
 
@@ -152,7 +167,7 @@ def _role_of(module: nn.Module) -> Role:
         return "gate"
     if may_be_activation(module):
         return "perhaps activation"
-    return "spelled norm" if is_candidate(module) and any(True for _ in module.parameters()) else ""
+    return "spelled norm" if is_leaf(module) and has_parameters(module) else ""
 
 
 def is_worth_a_patch(module: nn.Module) -> bool:

@@ -24,7 +24,7 @@ from .._torch import Node, sequence_number
 from ..ops.edits import is_under_checkpoint
 from ..utils.module_state import modules_in
 from .recipe import Hooks, Recipe, Saved, Value, View
-from .replays import RESULTS, TABLE
+from .replays import RESULTS, TABLE, is_sharded
 
 #: Smaller tensors are saved as they are: a replay would take longer than it is worth.
 LEAST_BYTES = 1 << 14
@@ -86,7 +86,7 @@ class Region:
             return
         for module in modules_in(model):  # a third of the time of model.parameters()
             for p in module._parameters.values():
-                if p is not None:
+                if p is not None and not p.is_inference():
                     self._versions[id(p)] = p._version
 
     def replays(self, tensor: Tensor) -> bool:
@@ -199,9 +199,12 @@ class Region:
 
     def _usable(self, packed: Any) -> Value | None:
         """A value that recipes may read: of this region, and not written to since."""
-        if not isinstance(packed, Value) or packed.region is not self:
+        if not isinstance(packed, Value) or packed.region is not self or packed.is_edited:
             return None
-        return None if packed.is_edited else packed.source
+        parameter = packed.packed if isinstance(packed, Saved) else None
+        if type(parameter) is nn.Parameter and is_sharded():  # it may be freed before a replay reads it
+            return Saved(parameter.detach().clone(), None, self) if parameter.dim() < 2 else None
+        return packed.source
 
     def _known(self, node: Any) -> Value | None:
         """What the node's result was packed as, or made of, before."""

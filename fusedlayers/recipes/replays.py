@@ -25,6 +25,9 @@ from .recipe import Saved, Value
 NORM_FACTS = "fusedlayers.norm"
 
 
+_UNKNOWN = object()
+
+
 class NormFacts(NamedTuple):
     """Of a norm, what its node need not tell. The bias is a copy, for most nodes do not save it, and it may be trained
     before backward; so is a weight that may be freed."""
@@ -34,8 +37,6 @@ class NormFacts(NamedTuple):
     bias: Tensor | None
     #: Of the weight.
     version: int
-    #: Whether the result is larger than the copies.
-    is_worth_it: bool
 
 
 class Graph(Protocol):
@@ -134,9 +135,9 @@ def is_sharded() -> bool:
 
 
 def _affine(graph: Graph, node: Any, facts: NormFacts | None, saves: Sequence[str]) -> list[Value | None] | None:
-    """Weight and bias; None where one that is frozen may be unknown, or copies would be as large as the result."""
+    """Weight and bias; None where one that is frozen may be unknown."""
     if facts is not None:
-        if not facts.is_worth_it or (facts.weight is not None and facts.weight._version != facts.version):
+        if facts.weight is not None and facts.weight._version != facts.version:
             return None
         return [None if t is None else Saved(t, None, graph) for t in (facts.weight, facts.bias)]
     if is_sharded():
@@ -152,7 +153,10 @@ def _norm(
     None where a number is missing."""
 
     def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
-        facts = node.metadata.get(NORM_FACTS)
+        facts = node.metadata.get(NORM_FACTS, _UNKNOWN)
+        if facts is None:  # copies would be as large as the result
+            return None
+        facts = None if facts is _UNKNOWN else facts
         function = make(node, facts)
         x = None if function is None else graph.saved(node, "input")
         affine = None if x is None else _affine(graph, node, facts, saves)

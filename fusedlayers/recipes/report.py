@@ -214,6 +214,6 @@ def _because(value: Kept) -> str:
         return "no operation in the region has made it"
     if value.made_by == "BiasActBackward":
         return "backward reads this output"
-    if value.made_by in TABLE or value.made_by in RESULTS:
+    if value.made_by in TABLE or value.made_by in RESULTS or value.made_by in ("GateActBackward", "RmsNormBackward"):
         return "values that it is made of are not saved"
     return "one pass over saved values does not make it"

@@ -78,8 +78,9 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
             return self
         stack = ExitStack()
         if can_enter() and current_region() is None:
-            enter_region().begin(self._model)
+            region = enter_region()
             stack.callback(leave_region)
+            region.begin(self._model)
             for module in () if self._model is None else self._model.modules():
                 if is_norm(module) and not is_frozen(module):
                     stack.callback(module.register_forward_hook(_after_norm, prepend=True).remove)

@@ -34,6 +34,7 @@ from ..ops.rms_norm import RmsNorm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
 from ..validation import is_autocast, unusual_because
+from .users_modules import twin
 
 
 class SpelledNorm(NamedTuple):
@@ -46,16 +47,6 @@ class SpelledNorm(NamedTuple):
         """What the module computes of the x for which it was recognised."""
         y: Tensor = RmsNorm.apply(self.options, choose(x), x, self.weight)
         return y
-
-
-def is_candidate(module: nn.Module) -> bool:
-    """Whether a module may spell a norm out: one of a user's, without children, and with parameters of one dimension.
-    Nothing is run."""
-    kind = type(module)
-    is_plain = not any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule)
-    is_users = not kind.__module__.startswith(("torch.", "fusedlayers.")) and "forward" not in vars(module)
-    tensors = (*module.parameters(), *module.buffers())
-    return is_plain and is_users and all(sum(size > 1 for size in tensor.shape) <= 1 for tensor in tensors)
 
 
 def spelled_norm(module: nn.Module, x: Tensor) -> SpelledNorm | None:
@@ -89,9 +80,7 @@ class _Known(NamedTuple):
     values: list[Any]
 
 
-#: No entry may hold its module.
 _known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
-_NO_HOOKS = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
 #: What a module has that does not change what it computes. ``fuse`` replaces the forward passes of modules.
 _NOT_READ = (frozenset(vars(nn.Module())) | {"forward", "extra_repr", "__prepare_scriptable__"}) - {"training"}
 
@@ -104,14 +93,16 @@ def _norm_of(module: nn.Module, dtype: torch.dtype) -> SpelledNorm | None:
         is_same = len(values) == len(known.values) and all(map(operator.is_, values, known.values))
         if is_same and known.given == _given(dtype, weight):
             return known.norm
-    variables = find_variables(_twin(module))
+    variables = find_variables(twin(module))
     options = _options(variables, dtype)
     weight = next(iter(variables.tensors), None)
     norm = None if options is None else SpelledNorm(options, weight)
     own = (*module._parameters.values(), *module._buffers.values())
     functions = tuple(f for f in variables.objects[1:] if isinstance(f, types.FunctionType))
     is_all = len(functions) == len(variables.objects) - 1 and all(any(t is p for p in own) for t in variables.tensors)
-    if is_all and not any(f.__closure__ or f.__kwdefaults__ or vars(f) for f in functions):
+    # What is compared is kept: an entry that held its module would keep it for ever.
+    is_own = any(value is module or getattr(value, "__self__", None) is module for value in vars(module).values())
+    if is_all and not is_own and not any(f.__closure__ or f.__kwdefaults__ or vars(f) for f in functions):
         scopes = tuple((f.__globals__, tuple(names_in(f.__code__) & f.__globals__.keys())) for f in functions)
         values = _values(module, scopes, functions)
         _known[module] = _Known(norm, _given(dtype, weight), scopes, functions, values)
@@ -136,16 +127,6 @@ def _values(module: nn.Module, scopes: Any, functions: tuple[types.FunctionType,
     for scope, names in scopes:
         values += [scope.get(name) for name in names]
     return values
-
-
-def _twin(module: nn.Module) -> Any:
-    """The module as it would be without its replaced forward pass, and without hooks: who calls the module runs
-    these."""
-    twin: Any = object.__new__(type(module))
-    twin.__dict__ = {**vars(module), **_NO_HOOKS}
-    for name in ("forward", "extra_repr", "__prepare_scriptable__"):
-        twin.__dict__.pop(name, None)
-    return twin
 
 
 # --- recognition ------------------------------------------------------------------------------------------------------

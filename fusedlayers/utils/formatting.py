@@ -54,12 +54,6 @@ def size_from(text: str) -> int:
     return int(whole + part) * unit // int(10 ** len(part))
 
 
-def percent_from(text: str) -> float | None:
-    """The number of "20 %"; None of other texts."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
-    return None if match is None else float(match[1])
-
-
 def described(value: object) -> str:
     """The type of a wrong argument, and the argument where it is short: a tensor's numbers say nothing."""
     name = type(value).__name__
