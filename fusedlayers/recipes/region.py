@@ -202,8 +202,9 @@ class Region:
         if not isinstance(packed, Value) or packed.region is not self or packed.is_edited:
             return None
         parameter = packed.packed if isinstance(packed, Saved) else None
-        if type(parameter) is nn.Parameter and is_sharded():  # it may be freed before a replay reads it
-            return Saved(parameter.detach().clone(), None, self) if parameter.dim() < 2 else None
+        if type(parameter) is nn.Parameter and is_sharded():  # it may be freed before a replay reads it, or has been
+            is_there = parameter.untyped_storage().nbytes() > 0
+            return Saved(parameter.detach().clone(), None, self) if is_there and parameter.dim() < 2 else None
         return packed.source
 
     def _known(self, node: Any) -> Value | None:
