@@ -62,7 +62,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_conv": {
         "test_compiled": 1,
-        "test_compiled_one_tensor_is_kept": 0,
         "test_residuals_have_first_and_second_derivatives": 14,
         "test_strides_are_torchs": 108,
         "test_the_peak_is_lower_by_a_tensor": 0,
@@ -70,7 +69,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_custom": {
         "test_a_bias_may_run_along_another_dimension": 11,
-        "test_a_resnet_keeps_little_more_than_with_relu": 1,
         "test_all_numbers_of_16_bits_of_fixed_functions": 10,
         "test_dense": 16,
         "test_derivatives_of_fixed_functions": 8,

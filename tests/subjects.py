@@ -36,8 +36,6 @@ class Subject(NamedTuple):
     eager: Callable[[Any, Callable[[Tensor], Tensor], Tensor], Tensor]
     #: How many numbers the activation's input has, or those of a gate.
     hidden: Callable[[Any, Tensor], int]
-    #: Whether ``torch.func.vmap`` finds batches of its input everywhere.
-    takes_batches: bool = True
 
     def input(self, dtype: torch.dtype = torch.float32, *, trains: bool = True, seed: int = 0) -> Tensor:
         x = torch.randn(self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
@@ -169,7 +167,6 @@ class Twins(NamedTuple):
         torch.manual_seed(0)
         own = subject.make(ACTIVATIONS[activation](), **options).to(dtype)
         other, exact = copy.deepcopy(own), copy.deepcopy(own).double()
-        # What running statistics count each of them counts for itself.
         for parameter, (key, _) in zip(own.parameters(), list(other.named_parameters()), strict=True):
             path, _, last = key.rpartition(".")
             setattr(other.get_submodule(path), last, parameter)
@@ -183,10 +180,6 @@ class Twins(NamedTuple):
             dtype,
             (own, other, exact),
         )
-
-    def eval(self) -> None:
-        for module in self.modules:
-            module.eval()
 
     def input(self, **options: Any) -> Tensor:
         return self.subject.input(self.dtype, **options)

@@ -59,12 +59,6 @@ def _save_for(activation: object, save: str) -> str:
 # --- backward, twice and again ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_anomaly_mode_is_quiet(layer: tuple[Tensor, ...]) -> None:
-    with torch.autograd.detect_anomaly(check_nan=True):
-        fl.dense_bias_act(*layer, "gelu").sum().backward()
-
-
 def test_backward_on_another_thread_and_after_the_layer_is_gone() -> None:
     module = fl.FusedDenseAct(12, 40, "silu")
     x = torch.randn(30, 12, requires_grad=True)
@@ -234,25 +228,6 @@ torch.testing.assert_close(
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[1])
 
 
-@compiles
-def test_compiled_under_autocast(layer: tuple[Tensor, ...]) -> None:
-    torch.compiler.reset()
-
-    def function(*tensors: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return fl.dense_bias_act(*tensors, "gelu")
-
-    y = torch.compile(function, fullgraph=True, backend="aot_eager")(*layer)
-    assert y.dtype is torch.bfloat16
-    expected = function(*layer)
-    torch.testing.assert_close(y, expected, rtol=1e-2, atol=1e-2)
-    got = torch.autograd.grad(y.float().sum(), layer)
-    torch.testing.assert_close(got, torch.autograd.grad(expected.float().sum(), layer), rtol=3e-2, atol=0.3)
-
-
-# --- activation checkpointing -----------------------------------------------------------------------------------------
-
-
 # --- hooks ------------------------------------------------------------------------------------------------------------
 
 
@@ -268,14 +243,6 @@ def test_tensor_hooks_see_the_gradients(layer: tuple[Tensor, ...]) -> None:
     expected = torch.autograd.grad(2 * F.gelu(F.linear(*layer)).sum(), layer)
     torch.testing.assert_close(layer[1].grad, expected[1], **CLOSE)
     torch.testing.assert_close(seen["db"], expected[2], **CLOSE)
-
-
-def test_retain_grad_of_the_output(layer: tuple[Tensor, ...]) -> None:
-    y = fl.dense_bias_act(*layer, "gelu")
-    y.retain_grad()
-    y.square().sum().backward()
-    assert y.grad is not None
-    torch.testing.assert_close(y.grad, 2 * y.detach())
 
 
 # --- torch.func and forward mode --------------------------------------------------------------------------------------
@@ -528,13 +495,6 @@ def test_symbolic_traces_hold_the_layer(activation: Any) -> None:
     assert called.count(fl.dense_bias_act) == 2 and called.count(fl.bias_act) == 1
     x = torch.randn(5, 8)
     assert torch.equal(traced(x), model(x))
-
-
-def test_symbolic_traces_of_functions_outside_the_table_hold_the_composite() -> None:
-    layer, x = fl.FusedDenseAct(8, 300, torch.sin), torch.randn(5, 8)
-    traced = torch.fx.symbolic_trace(layer)
-    assert [node.target for node in traced.graph.nodes if node.op == "call_function"] == [F.linear, torch.sin]
-    assert torch.equal(traced(x), layer(x))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

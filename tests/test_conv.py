@@ -151,21 +151,6 @@ def test_identity_is_the_convolution() -> None:
     assert torch.equal(fl.conv_bias_act(x, w, b, None, **options), F.conv2d(x, w, b, **options))
 
 
-def test_sizes_may_be_numpys() -> None:
-    import numpy as np
-
-    (x, w, b), _ = _layer("2d grouped")
-    ours = fl.conv_bias_act(x, w, b, "gelu", np.int64(2), (np.int32(1), 1), np.int64(1), np.int64(2))
-    torch.testing.assert_close(ours, F.gelu(F.conv2d(x, w, b, 2, 1, 1, 2)))
-    _assert_same_gradients(ours, F.gelu(F.conv2d(x, w, b, 2, 1, 1, 2)), x, w, b)
-    x.requires_grad_(False)
-    _assert_same_gradients(
-        fl.conv_bias_act(x, w, b, "gelu", padding=(np.int64(1),), groups=np.int64(2)),
-        F.gelu(F.conv2d(x, w, b, padding=1, groups=2)),
-        w,
-    )
-
-
 @pytest.mark.parametrize("name", ["gelu", "relu", "silu", "tanh", "softplus", "hardswish"])
 @every_save
 def test_infinities_and_nan_stay_where_torch_has_them(name: str, save: str) -> None:
@@ -213,22 +198,6 @@ def test_without_gradients_the_output_is_exact(activation: Activation, mode: Any
 
 
 # --- users' activations -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
-@pytest.mark.parametrize("case", ["1d", "1d unbatched", "2d", "2d unbatched", "3d", "3d unbatched"])
-def test_functions_with_a_parameter_for_each_channel(case: str, save: str) -> None:
-    (x, w, b), options = _layer(case)
-    beta = torch.rand(8, *(1,) * (w.dim() - 2)).requires_grad_()
-
-    def swish(z: Tensor) -> Tensor:
-        return z * torch.sigmoid(beta * z)
-
-    ours, eagers = _both((x, w, b), swish, save, **options)
-    torch.testing.assert_close(ours, eagers)
-    _assert_same_gradients(ours, eagers, x, w, b, beta)
-    with torch.no_grad():
-        torch.testing.assert_close(fl.conv_bias_act(x, w, b, swish, **options), swish(_conv(x, w, b, **options)))
 
 
 @pytest.mark.parametrize("save", ["auto", "input", "recompute"])
@@ -386,18 +355,6 @@ def test_between_two_convolutions_one_tensor_is_kept(activation: Activation, dty
         assert expected == 2 * one if activation.name in ("gelu", "silu", "mish", "hardswish") else expected >= one
 
 
-@pytest.mark.parametrize("size", [(40,), (4, 5, 8)], ids=["1d", "3d"])
-def test_other_dimensions_are_no_dearer(size: Shape) -> None:
-    x, w, b, v = leaves((2, 4, *size), (8, 4, *(3,) * len(size)), (8,), (4, 8, *(1,) * len(size)))
-    x.requires_grad_(False)
-
-    def step(x: Tensor) -> Tensor:
-        return _conv(fl.conv_bias_act(x, w, b, "gelu", padding=1), v, None)
-
-    assert saved_bytes(step, x, exclude=x) == 4 * 2 * 8 * math.prod(size)
-    assert saved_bytes(step, x[0], exclude=x) == 4 * 8 * math.prod(size)
-
-
 @every_save
 @pytest.mark.parametrize("frozen", ["", "w", "x", "b", "wb", "xb", "xw"])
 @pytest.mark.parametrize("padding", [1, "same", "valid"])
@@ -432,23 +389,6 @@ def test_only_needed_gradients_are_computed(needed: str, save: str) -> None:
     with Asked():
         y.sum().backward()
     assert masks == [[name in needed for name in "xwb"]]
-
-
-def test_nothing_is_kept_without_gradients() -> None:
-    ours, _, x, _ = _chain("gelu")
-    with torch.no_grad():
-        assert saved_bytes(ours, x) == 0
-    layer = fl.FusedConvAct2d(4, 8, 3).requires_grad_(False)
-    assert saved_bytes(layer, x) == 0 and layer(x).grad_fn is None
-
-
-@compiles
-def test_compiled_one_tensor_is_kept() -> None:
-    torch.compiler.reset()
-    ours, _, x, one = _chain("gelu")
-    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    compiled(x)
-    assert saved_bytes(compiled, x, exclude=x) == one
 
 
 def test_the_peak_is_lower_by_a_tensor() -> None:
@@ -544,16 +484,6 @@ def test_a_residual_costs_no_buffer(product: str, name: str) -> None:
 
     assert saved_bytes(step, "output") == saved_bytes(step, "input") == 2 * r_bytes
     assert saved_bytes(step, "recompute") == 2 * r_bytes  # the residual
-
-
-@pytest.mark.parametrize("save", ["auto", *SAVES])
-def test_the_input_may_be_its_own_residual(save: str) -> None:
-    x, w, b = leaves((2, 8, 9, 7), (8, 8, 3, 3), (8,))
-    before = x.detach().clone()
-    ours, eagers = _both((x, w, b), "gelu", save, padding=1, residual=x)
-    torch.testing.assert_close(ours, eagers)
-    _assert_same_gradients(ours, eagers, x, w, b)
-    assert torch.equal(x.detach(), before)
 
 
 @pytest.mark.parametrize("save", ["auto", *SAVES])
@@ -654,23 +584,6 @@ def test_modules_compute_what_torchs_and_the_activation_do(
         torch.testing.assert_close(got, gradients(expected, dy, image, *conv.parameters()), rtol=1e-4, atol=1e-3)
 
 
-def test_a_recomputing_network_agrees_and_keeps_its_inputs() -> None:
-    x = torch.randn(2, 4, 12, 12)
-    for padding_mode in ("zeros", "reflect"):
-        net, eager = (
-            nn.Sequential(
-                fl.FusedConvAct2d(4, 8, 3, "gelu", padding=1, padding_mode=padding_mode, save=save),
-                fl.FusedConvAct2d(8, 8, 3, "silu", padding=1, save=save),
-            )
-            for save in ("recompute", "input")
-        )
-        eager.load_state_dict(net.state_dict())
-        torch.testing.assert_close(net(x), eager(x))
-        got, expected = (torch.autograd.grad(n(x).sum(), list(n.parameters())) for n in (net, eager))
-        torch.testing.assert_close(got, expected)
-        assert saved_bytes(net, x) < saved_bytes(eager, x)
-
-
 # --- contexts ---------------------------------------------------------------------------------------------------------
 
 
@@ -697,28 +610,6 @@ def test_compiled(save: str, dynamic: bool) -> None:
         _assert_same_gradients(y, expected, x, *net.parameters(), *block.parameters(), rtol=1e-4, atol=5e-3)
 
 
-@compiles
-@pytest.mark.parametrize("save", ["auto", "input", "recompute"])
-@pytest.mark.parametrize("activation", ["gelu", "tanh", torch.sin], ids=reference.label)
-def test_torch_func(activation: Any, save: str) -> None:
-    (x, w, b), options = _layer("2d")
-    x, w, b = x.detach(), w.detach(), b.detach()
-    func = torch.func
-    ours, eager = (
-        lambda x, r, call=call, act=act: call(x, w, b, act, residual=r, **options)
-        for call, act in zip(_calls(save), (activation, resolve(activation).plain), strict=True)
-    )
-    r = torch.randn(2, 8, 9, 7)
-    for transform in (
-        lambda f: func.vmap(f)(x, r),
-        lambda f: func.grad(lambda x: f(x, r).square().sum())(x),
-        lambda f: func.vmap(func.grad(lambda x, r: f(x, r).square().sum()))(x, r),
-        lambda f: func.jvp(f, (x, r), (x.cos(), r.sin()))[1],
-        lambda f: func.vjp(f, x, r)[1](torch.ones(2, 8, 9, 7)),
-    ):
-        torch.testing.assert_close(transform(ours), transform(eager), rtol=1e-4, atol=1e-3)
-
-
 def test_symbolic_traces_hold_the_layer() -> None:
     net = nn.Sequential(
         fl.FusedConvAct2d(4, 8, 3, "gelu", padding=1, padding_mode="circular"),
@@ -736,21 +627,6 @@ def test_symbolic_traces_hold_the_layer() -> None:
     (x, w, _), _ = _layer("2d")
     r = torch.randn(2, 8, 7, 5)
     assert torch.equal(torch.fx.symbolic_trace(residual)(x, w, r), residual(x, w, r))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
-def test_torchscript_traces() -> None:
-    layer, x = fl.FusedConvAct2d(4, 8, 3, "gelu", padding=1), torch.randn(2, 4, 9, 9)
-    torch.testing.assert_close(torch.jit.trace(layer, x)(x), layer(x))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("strict", [True, False])
-def test_exported_programs_hold_the_composite(strict: bool) -> None:
-    layer, x = fl.FusedConvAct2d(4, 8, 3, "gelu", padding=1), torch.randn(2, 4, 9, 9)
-    exported = torch.export.export(layer, (x,), strict=strict)
-    assert len([node for node in exported.graph.nodes if node.op == "call_function"]) <= 2
-    torch.testing.assert_close(exported.module()(x), layer(x))
 
 
 class _Tagged(Tensor):

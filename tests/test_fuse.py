@@ -37,7 +37,6 @@ from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.recipes import region
 from fusedlayers.recipes.counting import count
 from fusedlayers.recipes.patch import Patch, patch_of
-from fusedlayers.recipes.save_once import current_region
 from fusedlayers.utils.storages import tensors_in
 
 ROWS, IN, HIDDEN = 64, 32, 128
@@ -490,14 +489,6 @@ def test_checkpoints_inside(make: Callable[[], nn.Module], autocast: dict[str, b
 # --- what runs around models ------------------------------------------------------------------------------------------
 
 
-def test_without_gradients_it_steps_aside(x: Tensor) -> None:
-    model = of_layers()
-    fl.fuse(model)
-    for without in (torch.no_grad, torch.inference_mode):
-        with without():
-            assert torch.equal(model(x), of_layers()(x))
-
-
 def test_the_inference_path_of_transformer_layers_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = nn.TransformerEncoderLayer(IN, 4, HIDDEN, batch_first=True).eval(), [0]
     fl.fuse(model)
@@ -547,26 +538,6 @@ def test_threads_do_not_meet(x: Tensor) -> None:
     for thread in threads:
         thread.join()
     assert len(results) == 4 and all(torch.allclose(result, expected) for result in results)
-
-
-def test_an_exception_leaves_nothing_behind(x: Tensor) -> None:
-    model = of_layers()
-    fl.fuse(model)
-    model[1].between = lambda z, y: 1 / 0  # type: ignore[assignment]
-    with pytest.raises(ZeroDivisionError):
-        model(x)
-    assert current_region() is None and torch.overrides._get_current_function_mode() is None
-    model[1].between = _nothing  # type: ignore[assignment]
-    assert are_near(step(model, x), step(of_layers(), x))
-
-
-def test_meta_tensors(x: Tensor) -> None:
-    with torch.device("meta"):
-        model = of_layers()
-    fl.fuse(model)
-    y = model(x.to("meta"))
-    y.sum().backward()
-    assert y.is_meta
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # on import

@@ -32,7 +32,6 @@ from inverting import (
     worst,
 )
 from torch import Tensor, nn
-from torch._subclasses import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -76,15 +75,6 @@ def test_second_derivatives() -> None:
     compared(penalty, net().double())
     for name in ("tanh", "sigmoid", "softplus"):
         compared(penalty, fl.InvertibleSequential(Scale(), fl.InvertibleActivation(name)).double())
-
-
-def test_third_derivatives() -> None:
-    def third(module: Any, x: Tensor) -> Tensor:
-        (dx,) = torch.autograd.grad(module(x).sin().sum(), x, create_graph=True)
-        (ddx,) = torch.autograd.grad(dx.sin().sum(), x, create_graph=True)
-        return ddx
-
-    compared(third, net(2).double())
 
 
 def test_gradcheck() -> None:
@@ -245,18 +235,6 @@ def test_tensor_and_module_hooks() -> None:
     compared(of_modules, net().double())
 
 
-def test_gradients_retained_of_intermediates() -> None:
-    def retained(module: Any, x: Tensor) -> Tensor:
-        y = module[0](x)
-        y.retain_grad()
-        z = module[1](y)
-        loss_of(z).backward(retain_graph=True)
-        assert y.grad is not None
-        return z + y.grad
-
-    compared(retained, net().double())
-
-
 # --- branches ---------------------------------------------------------------------------------------------------------
 
 
@@ -278,12 +256,6 @@ def _auxiliary_alone(m: Any, x: Tensor) -> Any:
     return y.square().sum()
 
 
-def _auxiliary_alone_in_the_middle(m: Any, x: Tensor) -> Any:
-    y = m[1](m[0](x))
-    z = m[2](y)
-    return y.sin() + 0 * z.detach()
-
-
 def _two_users(m: Any, x: Tensor) -> Any:
     y = m[0](x)
     return m[1](y), m[2](y)
@@ -293,12 +265,6 @@ def _two_users_of_which_one_is_used(m: Any, x: Tensor) -> Any:
     y = m[0](x)
     first, second = m[1](y), m[2](y)
     return second + 0 * first.detach()
-
-
-def _two_users_of_which_the_first_is_used(m: Any, x: Tensor) -> Any:
-    y = m[0](x)
-    first, _ = m[1](y), m[2](y)
-    return first
 
 
 def _residual(m: Any, x: Tensor) -> Any:
@@ -314,34 +280,14 @@ def _dense_connections(m: Any, x: Tensor) -> Any:
     return tuple(seen[1:])
 
 
-def _twice_in_a_chain(m: Any, x: Tensor) -> Any:
-    return m[0](m[1](m[0](m[0](x))))
-
-
-def _views_between(m: Any, x: Tensor) -> Any:
-    return m[1](m[0](x).view(2, -1).view(6, 8))
-
-
 def _chunks_between(m: Any, x: Tensor) -> Any:
     a, b = m[0](x).chunk(2, 0)
     return m[1](a), m[2](b)
 
 
-def _dtypes_between(m: Any, x: Tensor) -> Any:
-    return m[1](m[0](x).float().double())
-
-
 def _detached_between(m: Any, x: Tensor) -> Any:
     y = m[0](x)
     return m[1](y.detach()), m[2](y)
-
-
-def _several_gradients(m: Any, x: Tensor) -> Any:
-    y = m[0](x)
-    z = m[1](y)
-    loss_of(y).backward(retain_graph=True)
-    loss_of(z).backward(retain_graph=True)
-    return z, y
 
 
 def _backward_in_parts(m: Any, x: Tensor) -> Any:
@@ -371,12 +317,6 @@ def _streams_mixed(m: Any, x: Tensor) -> Any:
     c, d = m[1](b, b)
     e, f = m[2](a, c)
     return d, e, f
-
-
-def _one_stream_goes_on(m: Any, x: Tensor) -> Any:
-    a, b = m[0](*x.chunk(2, 1))
-    c, d = m[1](a, b.sin())
-    return c, d, b
 
 
 def _forwards_before_backwards(m: Any, x: Tensor) -> Any:
@@ -479,35 +419,6 @@ def test_long_chains() -> None:
     torch.testing.assert_close(dx, 2 * x)
 
 
-class Energy(nn.Module):
-    """A network that differentiates."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.enable_grad():
-            x = x if x.requires_grad else x.detach().requires_grad_()
-            return torch.autograd.grad(self.linear(x).sin().sum(), x, create_graph=True)[0]
-
-
-def test_networks_that_differentiate() -> None:
-    blocks = [fl.AdditiveCoupling(Energy(), Energy()) for _ in range(2)]
-    assert_exact(fl.InvertibleSequential(*blocks).double(), randn(2, 8))
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_anomaly_detection_and_lazy_networks() -> None:
-    def lazy() -> nn.Module:
-        return nn.Sequential(nn.LazyLinear(8), nn.Tanh(), nn.LazyLinear(4))
-
-    module = fl.InvertibleSequential(fl.AdditiveCoupling(lazy(), lazy()), fl.AdditiveCoupling(lazy())).double()
-    module(randn(2, 8)).sum().backward()
-    with torch.autograd.set_detect_anomaly(True):
-        assert_exact(module, randn(2, 8))
-
-
 def test_lazy_networks_draw_their_dropout_again() -> None:
     """In the first call the numbers that initialize parameters come before the dropout's."""
     torch.manual_seed(0)
@@ -523,18 +434,6 @@ def test_lazy_networks_draw_their_dropout_again() -> None:
     again = module(x)
     assert torch.equal(y, again)
     assert worst(found, torch.autograd.grad(loss_of(again), [x, *module.parameters()])) <= EXACT
-
-
-def test_tensors_without_data_and_of_other_kinds() -> None:
-    net().to("meta")(torch.randn(2, 8, device="meta")).sum().backward()
-    with FakeTensorMode():
-        module = net()
-        module(torch.randn(2, 8)).sum().backward()
-        assert module[0].f[0].weight.grad is not None
-    z = torch.complex(randn(3), randn(3, seed=2)).requires_grad_()
-    module = fl.InvertibleSequential(Scale(), Scale())
-    found, wanted = (torch.autograd.grad(m(z).abs().sum(), z)[0] for m in (module, plain(module)))
-    torch.testing.assert_close(found, wanted)
 
 
 # --- going on after errors, threads -----------------------------------------------------------------------------------
@@ -652,13 +551,6 @@ def test_copies() -> None:
         nn.init.ones_(p)
     fresh.load_state_dict(torch.load(file, weights_only=True))
     assert worst(step(fresh, (x,), list(fresh.parameters())), wanted) <= EXACT
-
-
-def test_a_state_dict_of_plain_modules_loads() -> None:
-    module = net()
-    state = nn.Sequential(*(nn.ModuleDict({"f": m.f, "g": m.g}) for m in module)).state_dict()  # type: ignore[attr-defined]
-    module.load_state_dict(state)
-    assert module.invertible
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 import reference
 import torch
@@ -14,7 +13,6 @@ import torch.nn.functional as F
 from pairs import covering
 from plans import plans_of
 from torch import Tensor, nn
-from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
@@ -273,28 +271,6 @@ def test_the_peak_where_few_rows_meet_large_weights(kind: Kind, save: str, rows:
     assert ours <= (1.15 if save == "recompute" else 1.01) * eager
 
 
-@compiles
-def test_the_peak_after_an_error_of_the_compiler() -> None:
-    """It leaves its hook into Python's frames, which then hold what they pass on."""
-
-    def fails(*args: Any) -> Any:
-        raise KeyError("on purpose")
-
-    with pytest.raises(Exception, match="on purpose"):
-        torch.compile(lambda x: x + 1, backend=fails)(torch.zeros(2))
-    ours, eager = peaks(PLAIN, "auto", 64, torch.float32)
-    assert ours <= 1.01 * eager
-
-
-def test_sums_of_16_bits_are_added_to_without_a_float32_copy() -> None:
-    share = torch.randn(512, 512).bfloat16()
-    total = mlp._Sum(3)
-    for _ in range(2):
-        total.add(share.clone())
-    assert peak_bytes(lambda: total.add(share), device="cpu") <= share.numel() * 4 / 16
-    torch.testing.assert_close(total.take(), share * 3)
-
-
 def test_matmuls_add_16_bit_products_in_float32_where_they_can(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on CUDA, whose addmm takes ``out_dtype``."""
     added: list[torch.Size] = []
@@ -418,36 +394,6 @@ def test_what_is_kept_is_overwritten_unless_somebody_can_read_it(kind: Kind, mon
         assert who == "nobody" or torch.equal(kept, before)
 
 
-@pytest.mark.parametrize("create_graph", [False, True])
-@pytest.mark.parametrize("save", ["auto", "recompute"])
-def test_tensors_that_are_the_same_or_made_from_one_another(save: str, create_graph: bool) -> None:
-    h, w = torch.randn(40, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
-    slope = torch.tensor(0.3, requires_grad=True)
-
-    def run(mlp: Any, gated: Any, act: Any) -> Tensor:
-        x = act(h * w.mean())
-        x = gated(x, w, None, w, None, w, None)
-        x = mlp(x, w * x.mean(), None, w.t(), None)
-        return x.square().sum()
-
-    prelu = lambda z: torch.where(z > 0, z, slope * z)
-    ours = run(
-        functools.partial(fl.mlp, activation=prelu, save="input" if save == "auto" else save),
-        functools.partial(fl.gated_mlp, activation=prelu, save=save),
-        lambda z: fl.bias_act(z, None, prelu),
-    )
-    theirs = run(
-        functools.partial(reference.mlp, function=prelu), functools.partial(reference.gated_mlp, function=prelu), prelu
-    )
-    sources = [h, w, slope]
-    for a, b in zip(
-        torch.autograd.grad(ours, sources, create_graph=create_graph),
-        torch.autograd.grad(theirs, sources, create_graph=create_graph),
-        strict=True,
-    ):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
 @every_kind_saved
 def test_an_activation_with_a_parameter(kind: Kind, save: str) -> None:
     alpha, slopes = torch.tensor(1.3, requires_grad=True), torch.rand(HIDDEN, requires_grad=True)
@@ -522,43 +468,7 @@ def test_values_without_gradients_are_exact(kind: Kind, save: str) -> None:
         torch.testing.assert_close(kind.function(*tensors, "gelu", save=save, chunks=1), kind.eager(*tensors, F.gelu))
 
 
-@pytest.mark.parametrize("bias", [True, False], ids=["", "no bias"])
-@pytest.mark.parametrize("save", ["auto", "recompute"])
-def test_packed_weights(save: str, bias: bool) -> None:
-    x, wg, bg, wu, bu, wd, bd = GATED.leaves(bias=bias)
-    packed = torch.cat([wg, wu]).detach().requires_grad_()
-    packed_bias = torch.cat([bg, bu]).detach().requires_grad_() if bias else None
-    separate = fl.gated_mlp(x, wg, bg, wu, bu, wd, bd, save=save)
-    y = fl.gated_mlp(x, packed, packed_bias, None, None, wd, bd, save=save)
-    assert torch.equal(y, separate)
-    dy = torch.randn_like(y)
-    dx, dw, *db = torch.autograd.grad(y, [x, packed, *([packed_bias] if bias else [])], dy)
-    found = reference.gradients(separate, dy, x, wg, wu, bg, bu)
-    assert torch.equal(dx, found[0]) and torch.equal(dw, torch.cat(found[1:3]))
-    assert not bias or torch.equal(db[0], torch.cat(found[3:]))
-
-
 # --- dropout ----------------------------------------------------------------------------------------------------------
-
-
-@every_kind_saved
-def test_dropout_zeroes_and_scales(kind: Kind, save: str) -> None:
-    x, *params = kind.leaves()
-    eye = torch.eye(HIDDEN)
-    params[-2:] = eye, None
-    for p in (0.1, 0.5, 0.9):
-        kept = kind.function(x, *params, "sigmoid", dropout=p, save=_save_for("sigmoid", save))
-        whole = kind.function(x, *params, "sigmoid", save=_save_for("sigmoid", save))
-        is_zero = kept == 0
-        share = float(is_zero.double().mean())
-        assert abs(share - p) < 5 * (p * (1 - p) / is_zero.numel()) ** 0.5
-        torch.testing.assert_close(kept[~is_zero], whole[~is_zero] / (1 - p))
-        # Rows, chunks and columns have masks of their own.
-        assert not torch.equal(is_zero[:20], is_zero[20:40]) and not torch.equal(is_zero[:5], is_zero[100:105])
-    assert not kind.function(x, *params, "sigmoid", dropout=1.0).any()
-    state = torch.get_rng_state()
-    kind.function(x, *params, "sigmoid", dropout=0.0)
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 @every_kind_saved
@@ -611,36 +521,6 @@ def test_dropout_under_a_checkpoint(kind: Kind, save: str) -> None:
     for a, b, c in zip(*results, strict=True):
         torch.testing.assert_close(a, b)
         torch.testing.assert_close(a, c)
-
-
-@every_kind
-def test_dropout_of_frozen_layers_in_a_reentrant_checkpoint(kind: Kind) -> None:
-    """x is all that would be kept, and a leaf the second time."""
-    x, *weights = kind.leaves(bias=False)
-    params = [None if t is None else t.detach() for t in weights]
-    results = []
-    for how in (None, True, False):
-        torch.manual_seed(5)
-        call = functools.partial(kind.function, activation=None, dropout=0.5, save="recompute")
-        y = call(x * 1, *params) if how is None else checkpoint(call, x * 1, *params, use_reentrant=how)
-        results += [y.detach(), *_backward(y, [x])]
-    for y, dx in (results[2:4], results[4:]):
-        torch.testing.assert_close(y, results[0])
-        torch.testing.assert_close(dx, results[1])
-
-
-@pytest.mark.parametrize("frozen", ["first", "none"])
-@every_kind_saved
-def test_one_seed_is_one_mask_with_gradients_and_without(kind: Kind, save: str, frozen: str) -> None:
-    tensors = kind.leaves()
-    for t in tensors[1 : 1 + 2 * kind.first] if frozen == "first" else []:
-        t.requires_grad_(False)
-    results = []
-    for mode in (torch.enable_grad, torch.no_grad):
-        torch.manual_seed(7)
-        with mode():
-            results.append(kind.function(*tensors, "relu", dropout=0.5, save=save).detach())
-    torch.testing.assert_close(*results)
 
 
 def _backward(y: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -911,59 +791,6 @@ def test_from_modules_shares_the_layers() -> None:
     fl.FusedGatedMLP.from_modules(nn.Linear(4, 16), "silu", None, nn.Linear(8, 4))(torch.randn(2, 4))
 
 
-class Scaled(Tensor):
-    """A weight whose linear layer is another, as those of quantised layers are."""
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is F.linear:
-            x, w, *rest = args
-            return 2 * F.linear(x, w.as_subclass(Tensor), *rest)
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-@pytest.mark.parametrize("build", [fl.FusedMLP, fl.FusedGatedMLP])
-def test_weights_of_a_type_of_their_own_are_multiplied_by_their_layer(build: Any) -> None:
-    module, x = build(IN, HIDDEN, activation="relu", bias=False), torch.randn(30, IN)
-    expected = module(x)
-    for layer in module.children():
-        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Scaled))
-    assert "has a Scaled, which may compute something else" in repr(module)
-    torch.testing.assert_close(module(x), expected * 2 ** len(list(module.children())))
-
-
-def test_chunks_may_be_any_whole_number() -> None:
-    x, *params = PLAIN.leaves()
-    torch.testing.assert_close(
-        fl.mlp(x, *params, save="recompute", chunks=np.int64(4)), fl.mlp(x, *params, save="recompute", chunks=4)
-    )
-    assert fl.FusedMLP(IN, HIDDEN, chunks=np.int64(4), dropout=np.float32(0.5))(x).shape == (ROWS, IN)
-
-
-@every_module
-def test_layers_that_must_be_called_are(build: Any) -> None:
-    module = build(activation="gelu")
-    x = torch.randn(50, IN)
-    expected = module(x)
-    assert "not fused" not in repr(module)
-    calls = []
-    name = next(iter(module.layers()))
-    handle = getattr(module, name).register_forward_hook(lambda *_: calls.append(1))
-    torch.testing.assert_close(module(x), expected)
-    assert calls == [1] and f"not fused: {name} must be called: it has hooks" in repr(module)
-    handle.remove()
-    assert "not fused" not in repr(module)
-    nn.utils.parametrizations.weight_norm(getattr(module, list(module.layers())[-1]))
-    torch.testing.assert_close(module(x), expected)
-    assert f"not fused: {list(module.layers())[-1]} is a ParametrizedLinear" in repr(module)
-    setattr(module, list(module.layers())[-1], nn.Sequential(nn.Linear(HIDDEN, OUT)))
-    assert f"not fused: {list(module.layers())[-1]} is a Sequential" in repr(module) and module(x).shape == (50, OUT)
-
-
-def test_without_an_activation_the_repr_says_what_is_kept() -> None:
-    assert "saves the first layer's result" in repr(fl.FusedMLP(IN, HIDDEN, activation=None))
-
-
 def test_the_plan_says_what_is_saved_where_layers_are_frozen() -> None:
     module = fl.FusedMLP(IN, HIDDEN, activation="gelu")
     x = torch.randn(50, IN, requires_grad=True) * 1
@@ -986,22 +813,6 @@ def test_dropout_in_training_only(build: Any) -> None:
     assert "dropout=0.5" in repr(module)
     with pytest.raises(ValueError, match="dropout must lie in"):
         build(dropout=2.0)
-
-
-@every_module
-def test_functional_call_and_training(build: Any) -> None:
-    module = build(activation="gelu", bias=True)
-    x = torch.randn(80, IN)
-    torch.testing.assert_close(functional_call(module, dict(module.named_parameters()), (x,)), module(x))
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    losses = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        loss = (module(x) - 1).square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(float(loss.detach()))
-    assert losses[-1] < 0.5 * losses[0]
 
 
 @pytest.mark.parametrize("save", ["auto", "recompute"])

@@ -203,18 +203,6 @@ def test_another_graph_has_it(name: str) -> None:
 
 
 @every_name
-def test_one_backward_after_the_other_through_shared_parts(name: str) -> None:
-    case = Case(name)
-    y = case.hidden()
-    first, second = case.loss(y), y.cos().sum()
-    del y
-    first.backward(retain_graph=True)
-    case.check(case.loss)
-    second.backward()
-    case.check(lambda y: y.cos().sum())
-
-
-@every_name
 def test_backward_for_some_inputs_leaves_the_rest_for_later(name: str) -> None:
     case = Case(name)
     y = case.hidden()
@@ -327,21 +315,6 @@ def test_the_incoming_gradient_is_never_written(name: str) -> None:
     (y + other).backward(dy)
     assert torch.equal(dy, before)
     assert torch.equal(other.grad, before)  # type: ignore[arg-type]
-
-
-@every_name
-def test_layers_in_a_row_and_a_parameter_used_twice(name: str) -> None:
-    torch.manual_seed(0)
-    x, w = torch.randn(30, 20, requires_grad=True), torch.randn(20, 20, requires_grad=True)
-
-    def net(layer: Callable[[Tensor], Tensor]) -> Tensor:
-        a = layer(x)
-        b = layer(a)
-        return (layer(a + b) * a).sum()  # a is read by a layer, a sum and a product
-
-    ours = torch.autograd.grad(net(lambda x: fl.dense_bias_act(x, w, None, name)), (x, w))
-    eagers = torch.autograd.grad(net(lambda x: resolve(name).plain(F.linear(x, w))), (x, w))
-    torch.testing.assert_close(ours, eagers, rtol=1e-3, atol=2e-2)
 
 
 @every_name

@@ -89,7 +89,7 @@ def test_saved_bytes(name: str, activation: str, save: str) -> None:
     # Of an activation alone eager saves the input, which is counted elsewhere; so is y where another layer follows.
     assert kept <= eagers + hidden * (name == "activation" and found.saved == "output")
     assert found.path != "fused" or save in ("auto", found.saved)
-    if found.path == "fused" and name != "batch norm":
+    if found.path == "fused":
         saved = {"output": hidden, "input": hidden, "recompute": 0}[found.saved]
         if name == "activation" and found.saved != "output":
             saved = 0  # the input itself
@@ -210,8 +210,6 @@ CHECKPOINTS: dict[str, Callable[..., Any]] = {
 def test_checkpoints(name: str, activation: str, save: str, kind: str) -> None:
     twins = Twins.of(name, activation, save=save)
     x = twins.input()
-    if name == "batch norm" and kind == "selective":  # which keeps the count of batches, and finds it advanced
-        twins.eval()
     _check(twins, partial(CHECKPOINTS[kind], twins.own), x, _dy(twins, x))
     if kind == "not reentrant":
         assert saved_bytes(partial(CHECKPOINTS[kind], twins.own), x, exclude=[x, twins.own]) == 0
@@ -291,7 +289,7 @@ def test_autocast(name: str, activation: str, save: str, dtype: torch.dtype) -> 
             assert copy.deepcopy(twins.own).double()(x.double()).dtype is twins.exact(x.double()).dtype
     exact = twins.gradients(twins.exact, x.detach().double().requires_grad_(), dy.double())
     assert_as_exact(*results, exact, FLOOR[dtype])
-    assert name == "batch norm" or torch.equal(twins.own(x), before)  # whose statistics have moved on
+    assert torch.equal(twins.own(x), before)
 
 
 @every_layer
@@ -317,8 +315,6 @@ def test_autocast_around_backward(name: str, activation: str, save: str) -> None
 @every_layer
 def test_transforms(name: str, activation: str, save: str) -> None:
     twins = Twins.of(name, activation, save=save)
-    if name == "batch norm":  # no transform of torch.func lets running statistics advance
-        twins.eval()
     x = twins.input(trains=False)
     parameters = dict(twins.own.named_parameters())
 
@@ -335,15 +331,14 @@ def test_transforms(name: str, activation: str, save: str) -> None:
     torch.testing.assert_close(
         torch.func.jvp(twins.own, (x,), (tangent,)), torch.func.jvp(twins.eager, (x,), (tangent,))
     )
-    if twins.subject.takes_batches:
-        xs = torch.stack([x, 2 * x, 3 * x])
-        torch.testing.assert_close(torch.func.vmap(twins.own)(xs), torch.stack([twins.eager(t) for t in xs]))
-        ensemble = {key: torch.stack([p.detach(), p.detach().flip(0)]) for key, p in parameters.items()}
-        each = [{key: p[i] for key, p in ensemble.items()} for i in range(2)]
-        if ensemble:
-            torch.testing.assert_close(
-                torch.func.vmap(loss, (0, None))(ensemble, x), torch.stack([loss(p, x) for p in each])
-            )
+    xs = torch.stack([x, 2 * x, 3 * x])
+    torch.testing.assert_close(torch.func.vmap(twins.own)(xs), torch.stack([twins.eager(t) for t in xs]))
+    ensemble = {key: torch.stack([p.detach(), p.detach().flip(0)]) for key, p in parameters.items()}
+    each = [{key: p[i] for key, p in ensemble.items()} for i in range(2)]
+    if ensemble:
+        torch.testing.assert_close(
+            torch.func.vmap(loss, (0, None))(ensemble, x), torch.stack([loss(p, x) for p in each])
+        )
 
 
 @every_layer
@@ -474,7 +469,7 @@ def test_a_trainable_activation_is_a_submodule(name: str) -> None:
 def test_output_refused_after_a_cast(name: str) -> None:
     layer = SUBJECTS[name].make("gelu", save="output").double()
     before = copy.deepcopy(layer.state_dict())
-    assert name.startswith("batch norm") or "cannot save the output" in repr(layer)
+    assert "cannot save the output" in repr(layer)
     with pytest.raises(ValueError, match="save='output' is not possible for"):
         layer(SUBJECTS[name].input(torch.float64))
     assert all(torch.equal(tensor, before[key]) for key, tensor in layer.state_dict().items())

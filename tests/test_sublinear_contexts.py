@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import re
-import threading
 import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -167,21 +166,6 @@ def test_reports_name_what_is_kept() -> None:
 # --- what may be switched on around it --------------------------------------------------------------------------------
 
 
-@every_mode
-def test_autocast(recompute: str) -> None:
-    plain, net = twins(blocks(), segments=3, recompute=recompute)
-    x = rows()
-
-    def under(module: nn.Module) -> list[Any]:
-        torch.manual_seed(1)
-        leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            y = module(leaf)
-        return [y, *torch.autograd.grad(y.float().square().sum(), [leaf, *module.parameters()])]
-
-    same(under(net), under(plain))
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 def test_torch_func_and_tracers_see_plain_operations() -> None:
     parts = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)]
@@ -280,46 +264,6 @@ def test_compiled_after_it_was_planned() -> None:
     assert [segment.stop for segment in net._segments_for_compiler()] == [1, 6]
 
 
-def test_layers_of_bert_with_several_inputs() -> None:
-    hf = pytest.importorskip("transformers")
-    from transformers.models.bert.modeling_bert import BertLayer
-
-    config = hf.BertConfig(hidden_size=16, intermediate_size=32, num_attention_heads=2, attn_implementation="sdpa")
-
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = BertLayer(config)
-
-        def forward(self, parts: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-            x, mask = parts
-            out = self.layer(x, mask)
-            return (out[0] if isinstance(out, tuple) else out), mask
-
-    plain, net = twins([Layer() for _ in range(4)], segments=2)
-    x, mask = torch.randn(2, 5, 16), torch.zeros(2, 1, 5, 5)
-    for recompute in ("all", "cheap"):
-        net.recompute = recompute  # type: ignore[assignment]
-        found = [outcome(lambda x, m=module: m((x, mask))[0], x) for module in (net, plain)]
-        same(*found)
-        leaf = x.clone().requires_grad_()
-        assert saved_bytes(net, (leaf, mask), exclude=x) < saved_bytes(plain, (leaf, mask), exclude=x)
-
-
-@pytest.mark.parametrize("inner", ["all", "cheap"])
-@pytest.mark.parametrize("outer", ["all", "cheap"])
-def test_containers_inside_containers(outer: str, inner: str) -> None:
-    parts = [blocks(4) for _ in range(3)]
-    plain = nn.Sequential(*(nn.Sequential(*copy.deepcopy(inside)) for inside in parts))
-    net = fl.SublinearSequential(
-        *(fl.SublinearSequential(*inside, segments=2, recompute=inner) for inside in parts),
-        segments=2,
-        recompute=outer,
-    )  # type: ignore[arg-type]
-    x = rows()
-    same(outcome(net, x), outcome(plain, x))
-
-
 def test_inside_and_around_torchs_checkpoint() -> None:
     parts = [nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.3), nn.Tanh()) for _ in range(4)]
     plain, net = nn.Sequential(*parts), fl.SublinearSequential(*parts, segments=2)
@@ -369,35 +313,6 @@ def test_an_error_leaves_all_as_it_was(where: str, recompute: str) -> None:
     assert all(a is b for a, b in zip(net.buffers(), buffers, strict=True))
     net.load_state_dict(plain.state_dict())
     same(outcome(net, x), outcome(plain, x))
-
-
-def test_threads() -> None:
-    """Each with a model of its own, without random numbers: these are the process's."""
-    parts = [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()) for _ in range(4)]
-    x = rows()
-    plain = nn.Sequential(*copy.deepcopy(parts))
-
-    def steps(module: nn.Module) -> list[Any]:
-        leaf = x.clone().requires_grad_()
-        found = []
-        for _ in range(5):
-            y = module(leaf)
-            found += [y, *torch.autograd.grad(y.square().sum(), [leaf, *module.parameters()])]
-        return [*found, *module.buffers()]
-
-    expected = steps(plain)
-    results: dict[int, list[Any]] = {}
-    nets = [fl.SublinearSequential(*copy.deepcopy(parts), segments=2, recompute=m) for m in ("all", "cheap") * 2]  # type: ignore[arg-type]
-    threads = [
-        threading.Thread(target=lambda k=k, net=net: results.__setitem__(k, steps(net))) for k, net in enumerate(nets)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == len(nets)
-    for found in results.values():
-        same(found, expected)
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """``torch.jit.script`` refuses what it cannot compile and says what to do; what else looks at a module sees none of it.
 
-``torch.jit.trace`` of layers is in ``test_contexts.py`` and ``test_conv.py``.
+``torch.jit.trace`` of layers is in ``test_contexts.py``.
 """
 
 import copy
