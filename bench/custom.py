@@ -226,7 +226,8 @@ def _subject(case: Case, variant: str, device: torch.device, quick: bool) -> Sub
 
     def make_norm_act(channels: int) -> nn.Module:
         activation: nn.Module = CUSTOM_ACTIVATIONS[case.activation](channels)
-        return BatchNormAct(channels, activation if variant == BASELINE else _Fused(activation))
+        made: nn.Module = BatchNormAct(channels, activation if variant == BASELINE else _Fused(activation))
+        return made
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

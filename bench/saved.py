@@ -139,8 +139,8 @@ _QWEN = {**_LLAMA, "num_key_value_heads": 2, "head_dim": 64}
 def _case(
     model: str, make: Callable[[Any], nn.Module], inputs: str, limits: tuple[float, ...], exact: tuple[float, ...] = ()
 ) -> Case:
-    by_dtype = [dict(zip(DTYPES, shares, strict=True)) for shares in (limits, exact or limits)]
-    return Case(model, make, inputs, *by_dtype)
+    at_most, at_most_exact = (dict(zip(DTYPES, shares, strict=True)) for shares in (limits, exact or limits))
+    return Case(model, make, inputs, at_most, at_most_exact)
 
 
 _MODELS = (
