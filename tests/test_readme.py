@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import fusedlayers as fl
-from bench.tables import steps_of_planning
 from fusedlayers import sizes
 from fusedlayers.activations import table
 from fusedlayers.profiling import timing
@@ -212,26 +211,26 @@ def test_what_is_small_is_as_it_says() -> None:
 
 def test_narrow_layers_take_as_long_as_was_measured() -> None:
     (path,) = RESULTS.glob("*-threads/overhead.json")
-    large: dict[str, list[float]] = {"": [], "own": []}
+    rows = json.loads(path.read_text(encoding="utf-8"))["cases"]
+    ratios = [row["variants"]["fusedlayers"]["forward_backward"]["ratio"] for row in rows if row["elements"] >= 1 << 17]
+    (said,) = re.findall(r"narrow layers take longer, a CPU up to (\S+)x the time\.", " ".join(README.split()))
+    assert round(max(ratios), 1) == float(said)
+
+
+def test_models_save_as_much_less_as_was_measured() -> None:
+    (path,) = RESULTS.glob("*-threads/models.json")
+    less: dict[str, list[float]] = {"float32": [], "autocast": []}
+    times: dict[str, list[float]] = {"float32": [], "autocast": []}
     for row in json.loads(path.read_text(encoding="utf-8"))["cases"]:
-        if row["elements"] >= 1 << 17:
-            name = "own" if row["activation"] == "own" else ""
-            large[name].append(row["variants"]["fusedlayers"]["forward_backward"]["ratio"])
-    pattern = r"narrow layers take longer, a CPU up to (\S+)x the time \(own activations (\S+)x\)"
-    (said,) = re.findall(pattern, " ".join(README.split()))
-    assert [round(max(ratios), 1) for ratios in large.values()] == [*map(float, said)]
-
-
-def test_fit_takes_as_long_as_was_measured() -> None:
-    steps = [
-        steps_of_planning(row, entry["variants"]["fit"])
-        for path in RESULTS.glob("*/fit.json")
-        for row in json.loads(path.read_text(encoding="utf-8"))["cases"]
-        for entry in row["budgets"]
-        if "planning_s" in entry["variants"].get("fit", {})
-    ]
-    (said,) = re.findall(r"It takes as long as (\d+) to (\d+) steps", README)
-    assert [round(min(steps)), round(max(steps))] == [*map(int, said)]
+        eager, ours = (row["variants"][name] for name in ("eager", "fusedlayers"))
+        less[row["dtype"]].append(100 * (1 - ours["saved_bytes"] / eager["saved_bytes"]))
+        times[row["dtype"]].append(ours["forward_backward"]["ratio"])
+    assert {len(ratios) for ratios in (*less.values(), *times.values())} == {9}
+    words = " ".join(README.split())
+    (said,) = re.findall(r"save (\d+) to (\d+) % less in float32, and (\d+) to (\d+) % less under autocast;", words)
+    assert [*map(int, said)] == [round(end(found)) for found in less.values() for end in (min, max)]
+    (said,) = re.findall(r"take (\S+) to (\S+) and (\S+) to (\S+) times as long,", words)
+    assert [*map(float, said)] == [round(end(found), 2) for found in times.values() for end in (min, max)]
 
 
 def test_edits_that_autograd_does_not_count_go_unnoticed() -> None:
