@@ -284,7 +284,7 @@ def acceptance(result: dict[str, Any]) -> list[str]:
     lines = []
     found = by_id.get("resnet152")
     if found is not None:
-        for name, memory, speed in (("sublinear", 0.40, 0.72), ("cheap", 0.62, 0.90), ("fused", 0.30, None)):
+        for name, memory, speed in (("sublinear", 0.40, 0.72), ("cheap", 0.62, 0.90)):
             lines.append(f"resnet152, {name}: {_verdict(found, name, memory, speed)}")
         for segments in TORCH_SEGMENTS:
             theirs, ours = (found.get(f"{who}-{segments}", {}) for who in ("checkpoint_sequential", "same-memory"))

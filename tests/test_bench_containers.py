@@ -31,7 +31,6 @@ def test_a_run_measures_every_variant(few: None, tmp_path: Path, capsys: pytest.
         "same-memory-4",
         "sublinear",
         "cheap",
-        "fused",
     ]
     assert list(resnet) == names
     for row in result["cases"]:

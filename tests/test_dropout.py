@@ -82,7 +82,8 @@ def test_what_is_dropped_is_what_torch_drops(activation: Activation, dtype: torc
     exact = activation.function(z.double()) / (1 - p) * ~_dropped(z, p)
     errors = [float((t.double() - exact).abs().max()) for t in (y, expected)]
     assert errors[0] <= 2 * errors[1] + 8 * torch.finfo(dtype).eps * float(exact.abs().max())
-    assert torch.equal(y == 0, expected == 0) or activation.name == "gelu_tanh"  # of which torch's cancels in float16
+    near = z > -4  # farther out torch's gelu cancels to 0
+    assert torch.equal((y == 0)[near], (expected == 0)[near])
     zero = activation.encoded(z.float(), dtype).to(dtype) == 0
     assert torch.equal((y == 0) & y.signbit() & ~zero, _dropped(z, p) & ~zero)
 
