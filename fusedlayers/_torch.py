@@ -53,6 +53,7 @@ __all__ = [
     "PROXY_MODE",
     "SELECTIVE_CHECKPOINT_MODES",
     "TO_COPY",
+    "AccumulateGrad",
     "FakeTensor",
     "Node",
     "NormBase",
@@ -86,6 +87,7 @@ __all__ = [
     "is_optimized",
     "is_traceable_wrapper_subclass",
     "make_fx",
+    "never_compile",
     "no_dispatch",
     "parametrizations_are_cached",
     "pop_saved_tensors_hooks",
@@ -202,6 +204,9 @@ is_traceable_wrapper_subclass: Callable[[object], bool] = _python_dispatch.is_tr
 # tree_map_only: a function applied to the leaves of one class.
 # tree_unflatten: leaves put back into nested containers.
 
+#: The class of a leaf's node.
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad
+
 # --- the base classes of torch's layers -------------------------------------------------------------------------------
 
 #: Of batch norms, and of instance norms, lazy ones too.
@@ -280,6 +285,11 @@ def is_optimized(module: object) -> bool:
 def dynamo_is_loaded() -> bool:
     """Whether anybody has imported ``torch._dynamo``, which takes a second, so that something may be compiled."""
     return "torch._dynamo" in sys.modules
+
+
+def never_compile(module: str) -> None:
+    """Dynamo, which is loaded, runs the functions of a module as they are."""
+    sys.modules["torch._dynamo"].trace_rules.add(module)
 
 
 def dynamo_is_in_checkpoint() -> bool:

@@ -162,7 +162,7 @@ def test_softplus_of_all_parameters(parameters: tuple[float, float]) -> None:
     up, dy = torch.randn(300, 64), torch.randn(300, 64)
     calls: list[Callable[..., Tensor]] = [
         lambda z, up, f: fl.bias_act(z, None, f) if f is softplus else f(z),
-        lambda z, up, f: gate_act(resolve(softplus), cpu, z, up) if f is softplus else f(z) * up,
+        lambda z, up, f: gate_act(resolve(softplus), cpu, z, up, f(z)) if f is softplus else f(z) * up,
     ]
     for call in calls:
         results = []

@@ -21,9 +21,10 @@ from .pointwise import apart, gradients_through, needs_composite
 
 
 @profile_range(lambda activation, *_: range_name("gate", activation.name))
-def gate_act(activation: Activation, backend: Backend, gate: Tensor, up: Tensor) -> Tensor:
-    """``activation(gate) * up``; both factors need a gradient, and are laid out as ``can_gate`` asks."""
-    product: Tensor = GateAct.apply(activation, backend, gate, up)
+def gate_act(activation: Activation, backend: Backend, gate: Tensor, up: Tensor, activated: Tensor) -> Tensor:
+    """``activated * up``, where ``activated`` is ``activation(gate)``. Both factors need a gradient, and are laid out as
+    ``can_gate`` asks."""
+    product: Tensor = GateAct.apply(activation, backend, gate, up, activated.detach())
     return product
 
 
@@ -31,8 +32,10 @@ class GateAct(Node):
     """``gate_act`` in one node."""
 
     @staticmethod
-    def forward(ctx: Any, activation: Activation, backend: Backend, gate: Tensor, up: Tensor) -> Tensor:
-        y = backend.gate(gate, up, activation, (), torch.empty_like(gate))
+    def forward(
+        ctx: Any, activation: Activation, backend: Backend, gate: Tensor, up: Tensor, activated: Tensor
+    ) -> Tensor:
+        y = activated * up
         ctx.save_for_backward(gate, up)
         ctx.activation, ctx.backend, ctx.version = activation, backend, y._version
         return y
@@ -53,7 +56,7 @@ class GateAct(Node):
             with torch.enable_grad():
                 sources = apart(gate, up)
                 y = ctx.activation.plain(sources[0]) * sources[1]
-                return None, None, *gradients_through(y, dy, sources, ctx.needs_input_grad[2:])
+                return None, None, *gradients_through(y, dy, sources, ctx.needs_input_grad[2:4]), None
         given_up = graph_is_given_up()
         if given_up:
             ctx.maybe_clear_saved_tensors()
@@ -62,7 +65,7 @@ class GateAct(Node):
         if dy.stride() != gate.stride():
             dy = torch.empty_like(gate).copy_(dy)
         ctx.backend.gate_gradient(dy, gate, up, ctx.activation, (), (), own)
-        return None, None, *own
+        return None, None, *own, None
 
 
 def can_gate(gate: Tensor, up: Tensor) -> bool:

@@ -1,7 +1,7 @@
 """Gates in a module that holds an activation and linear layers: ``act(a) * b`` as one node, which saves a and b.
 
 PyTorch's own nodes with recipes save as much, but write three new buffers in backward. The node (``ops/gate.py``)
-writes the gradients over a and b. ``act(a)`` itself is computed for nothing: whether it is multiplied shows later.
+writes the gradients over a and b. The node of ``act(a)`` itself is made for nothing: whether it is multiplied shows later.
 
 Cost: a function mode around these modules, 2 us for each function that they call.
 """
@@ -78,4 +78,4 @@ def _product(gate: Tensor, y: Tensor, up: Any, activation: Activation) -> Tensor
     plan, _, _ = plan_for(GATE, gate, None, None, None, activation, "auto", (GATE, gate.shape))
     if plan.path != "fused" or plan.dim != -1 or not needs_gradient(gate) or not can_gate(gate, up):
         return None
-    return gate_act(activation, plan.backend, gate, up)
+    return gate_act(activation, plan.backend, gate, up, y)

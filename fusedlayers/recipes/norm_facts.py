@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from .._torch import NormBase
 from . import region
 from .replays import NORM_FACTS, NormFacts, is_sharded
 
@@ -16,6 +17,8 @@ from .replays import NORM_FACTS, NormFacts, is_sharded
 _FORWARDS = frozenset(
     cls.forward for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d)
 )
+#: Their node saves eps.
+_SAVE_EPS = (NormBase, nn.GroupNorm)
 #: Their node reads repeated parameters.
 _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
@@ -38,6 +41,9 @@ def is_frozen(module: nn.Module) -> bool:
 
 def note_facts(module: Any, result: Any) -> None:
     """Note in the node that made ``result`` what the norm knows, unless another norm has within this one."""
+    bias = module._parameters.get("bias")
+    if isinstance(module, _SAVE_EPS) and bias is not None and bias.requires_grad and not is_sharded():
+        return  # the node behind its node's edge is the bias's
     if not isinstance(result, Tensor):
         return
     # Parametrizations are attributes of a class, and replicas' of the module.
@@ -48,7 +54,7 @@ def note_facts(module: Any, result: Any) -> None:
     node: Any = whole.grad_fn
     if node is not None and node.name() == "ToCopyBackward0":
         node = node.next_functions[0][0]
-    weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    weight = module._parameters.get("weight")
     repeats = isinstance(module, _INSTANCE_NORMS) and (weight, bias) != (None, None)
     if node is None or repeats or whole.nbytes < region.LEAST_BYTES or NORM_FACTS in node.metadata:
         return

@@ -41,7 +41,7 @@ _IN_PLACE: dict[Callable[..., Tensor], Callable[..., Tensor]] = {
 
 
 class Value:
-    """A value that backward reads.
+    """A value that backward reads. There are several for each operation, so it is made of few steps.
 
     Attributes:
         region: whose hooks packed it; recipes of other regions leave it alone.
@@ -51,12 +51,16 @@ class Value:
         cloned: the sequence number of the ``clone`` that made it, or -1.
     """
 
-    __slots__ = ("__weakref__", "_left", "_pass", "_tensor", "cloned", "depth", "readers", "region", "version")
+    depth = 0
+    readers = 0
+    version = 0
+    cloned = -1
+    _pass = -1
+    _left = 0
+    _tensor: Tensor | None = None
 
-    def __init__(self, region: object, depth: int) -> None:
-        self.region, self.depth, self.readers, self.version, self.cloned = region, depth, 0, 0, -1
-        self._pass, self._left = -1, 0
-        self._tensor: Tensor | None = None
+    def __init__(self, region: object) -> None:
+        self.region = region
 
     def claim(self) -> None:
         """There is one reader more."""
@@ -68,10 +72,11 @@ class Value:
         if current == -1:
             return self._make()
         if current != self._pass:
+            if self.readers == 1:
+                return self._make()
             self._pass, self._left, self._tensor = current, self.readers, None
-            if self.readers > 1:
-                # By a weak reference: the operands are freed with the readers, and not at the end of the pass.
-                queue_callback(functools.partial(_drop, weakref.ref(self)))
+            # By a weak reference: the operands are freed with the readers, and not at the end of the pass.
+            queue_callback(functools.partial(_drop, weakref.ref(self)))
         tensor = self._tensor
         if tensor is None:
             tensor = self._make()
@@ -121,14 +126,13 @@ class Saved(Value):
         packed: the tensor, or what hooks have made of it, which ``unpack`` brings back; ``nbytes``: of that tensor.
     """
 
-    __slots__ = ("_layout", "_recipe", "nbytes", "packed", "unpack")
+    _recipe: Recipe | None = None
+    _layout: Layout | None = None
+    unpack: Callable[[Any], Tensor] | None = None
+    nbytes: int
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:
-        super().__init__(region, 0)
-        self.version = tensor._version
-        self._recipe: Recipe | None = None
-        self._layout: Layout | None = None
-        self.unpack: Callable[[Any], Tensor] | None = None
+        self.region, self.version = region, tensor._version
         if hooks is None:
             # Detached, for a tensor that an operation in place has made its own result would hold its own node.
             self.packed: Any = tensor if tensor.grad_fn is None else tensor.detach()
@@ -184,14 +188,13 @@ class Recipe(Value):
         nbytes: of the tensor that is not saved.
     """
 
-    __slots__ = ("_function", "_operands", "dtype", "layout", "made_by", "nbytes")
+    layout: Layout | None = None
+    nbytes = 0
 
     def __init__(self, node: Any, function: Callable[..., Tensor], operands: Sequence[Value], region: object) -> None:
-        super().__init__(region, 1 + max([value.depth for value in operands]))
+        self.region, self.depth = region, 1 + max([value.depth for value in operands])
         self.made_by, self.dtype = node.name(), node._input_metadata[0].dtype
-        self._function, self._operands = function, tuple(operands)
-        self.layout: Layout | None = None
-        self.nbytes = 0
+        self._function, self._operands = function, operands
 
     def claim(self) -> None:
         if not self.readers:  # a recipe that nobody reads reads nothing
@@ -200,12 +203,15 @@ class Recipe(Value):
         super().claim()
 
     def _make(self) -> Tensor:
-        with torch.no_grad():
-            given = [value.recorded() for value in self._operands]
-            # Memory that is taken anew is zeroed page by page: 1.7 ms for 25 MB of relu, .5 over its operand.
-            function = _IN_PLACE.get(self._function) if self._operands[0].is_given_up else None
-            with torch.autocast(given[0].device.type, enabled=False) if autocast_is_active() else nullcontext():
-                return laid_out((function or self._function)(*given).to(self.dtype), self.layout)
+        if torch.is_grad_enabled():  # for gradients of gradients
+            with torch.no_grad():
+                return self._make()
+        given = [value.recorded() for value in self._operands]
+        # Memory that is taken anew is zeroed page by page: 1.7 ms for 25 MB of relu, .5 over its operand.
+        function = _IN_PLACE.get(self._function) if self._operands[0].is_given_up else None
+        with torch.autocast(given[0].device.type, enabled=False) if autocast_is_active() else nullcontext():
+            tensor = (function or self._function)(*given)
+        return laid_out(tensor if tensor.dtype is self.dtype else tensor.to(self.dtype), self.layout)
 
     @property
     def is_given_up(self) -> bool:
@@ -222,10 +228,8 @@ class Recipe(Value):
 class View(Value):
     """A view of a whole value: its sizes, strides and offset."""
 
-    __slots__ = ("_layout", "_source")
-
     def __init__(self, view: Tensor, source: Value) -> None:
-        super().__init__(source.region, source.depth)
+        self.region, self.depth = source.region, source.depth
         self._layout, self._source = (view.size(), view.stride(), view.storage_offset()), source
 
     def claim(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from .._torch import Node, sequence_number
+from .._torch import AccumulateGrad, Node, sequence_number
 from ..ops.edits import is_under_checkpoint
 from ..utils.module_state import modules_in
 from .recipe import Hooks, Recipe, Saved, Value, View
@@ -82,7 +82,7 @@ class Region:
         """What is made from now on, and of which parameters it may be made."""
         self._began = sequence_number()
         self._versions = {}
-        if model is None or self._is_checkpointed:  # in whose second run autocast copies anew
+        if model is None:
             return
         for module in modules_in(model):  # a third of the time of model.parameters()
             for p in module._parameters.values():
@@ -105,9 +105,10 @@ class Region:
         """What a node keeps of this tensor."""
         if tensor.grad_fn is None and (self.hooks is None or self._is_checkpointed):  # a parameter, or a node's own
             value: Value = Saved(tensor, self.hooks, self)
+            value.readers = 1
         else:
             value = self._value_of(tensor)
-        value.claim()
+            value.claim()
         return value
 
     def _value_of(self, tensor: Tensor) -> Value:
@@ -162,11 +163,11 @@ class Region:
             packed = raw.data
         except (AttributeError, RuntimeError):  # there is none of this name, or backward has freed it
             return None
-        if (
-            isinstance(packed, Tensor) and packed.dim() == 0 and raw.unpack_hook is None
-        ):  # a number: hooks do not get it
-            return Saved(packed, None, self)
-        return self._usable(packed)
+        if isinstance(packed, Value):
+            return self._usable(packed)
+        if not isinstance(packed, Tensor) or packed.dim() or raw.unpack_hook is not None:
+            return None
+        return Saved(packed, None, self)  # a number: hooks do not get it
 
     def saved_tensors(self, node: Any) -> list[Value] | None:
         """What a Function of this package has saved, in its order."""
@@ -181,10 +182,8 @@ class Region:
         maker, output_nr = node.next_functions[edge]
         if maker is None:
             return None
-        leaf = getattr(maker, "variable", None)
-        if leaf is not None:  # as it was when the region began, and so when the node read it
-            is_same = leaf._version == self._versions.get(id(leaf)) and node._sequence_nr() >= self._began
-            return Saved(leaf, None, self) if is_same else None
+        if type(maker) is AccumulateGrad:  # in a checkpoint's second run autocast copies anew
+            return None if self._is_checkpointed else self.parameter(node, edge)
         if output_nr or self._nesting >= DEPTH:
             return None
         known = self._known(maker)
@@ -192,6 +191,14 @@ class Region:
         if isinstance(value, Saved) and maker.name() not in RESULTS and not _is_no_more(node, value):
             return None  # another branch saves it, which may be dropped before
         return value
+
+    def parameter(self, node: Any, edge: int) -> Value | None:
+        maker, _ = node.next_functions[edge]
+        if type(maker) is not AccumulateGrad:
+            return None
+        leaf: Any = maker.variable  # as it was when the region began, and so when the node read it
+        is_same = leaf._version == self._versions.get(id(leaf)) and node._sequence_nr() >= self._began
+        return Saved(leaf, None, self) if is_same else None
 
     def read(self, node: Any, name: str, edge: int) -> Value | None:
         value = self.saved(node, name)
@@ -201,11 +208,12 @@ class Region:
         """A value that recipes may read: of this region, and not written to since."""
         if not isinstance(packed, Value) or packed.region is not self or packed.is_edited:
             return None
-        parameter = packed.packed if isinstance(packed, Saved) else None
-        if type(parameter) is nn.Parameter and is_sharded():  # it may be freed before a replay reads it, or has been
-            is_there = parameter.untyped_storage().nbytes() > 0
-            return Saved(parameter.detach().clone(), None, self) if is_there and parameter.dim() < 2 else None
-        return packed.source
+        source = packed.source
+        if type(source) is not Saved or type(source.packed) is not nn.Parameter or not is_sharded():
+            return source
+        parameter = source.packed  # it may be freed before a replay reads it, or has been
+        is_there = parameter.untyped_storage().nbytes() > 0
+        return Saved(parameter.detach().clone(), None, self) if is_there and parameter.dim() < 2 else None
 
     def _known(self, node: Any) -> Value | None:
         """What the node's result was packed as, or made of, before."""

@@ -48,6 +48,9 @@ class Graph(Protocol):
     def behind(self, node: Any, edge: int) -> Value | None:
         """What the node behind an edge has made: a value that is saved somewhere, or a recipe."""
 
+    def parameter(self, node: Any, edge: int) -> Value | None:
+        """The parameter behind an edge."""
+
     def read(self, node: Any, name: str, edge: int) -> Value | None:
         """What a node reads: it has saved it, or else the node behind the edge has made it."""
 
@@ -142,8 +145,10 @@ def _affine(graph: Graph, node: Any, facts: NormFacts | None, saves: Sequence[st
         return [None if t is None else Saved(t, None, graph) for t in (facts.weight, facts.bias)]
     if is_sharded():
         return None
-    found = [graph.saved(node, name) or graph.behind(node, edge) for edge, name in ((1, "weight"), (2, "bias"))]
-    return found if found[1] is not None or "bias" in saves else None
+    if "bias" in saves:
+        return [graph.saved(node, "weight"), graph.saved(node, "bias")]
+    b = graph.parameter(node, 2) or graph.behind(node, 2)
+    return None if b is None else [graph.saved(node, "weight"), b]
 
 
 def _norm(
@@ -162,14 +167,17 @@ def _norm(
         affine = None if x is None else _affine(graph, node, facts, saves)
         if function is None or x is None or affine is None:
             return None
-        has_w, has_b = (value is not None for value in affine)
-        operands = [x, *affine, *(graph.saved(node, name) for name in statistics)]
-        if statistics and not has_w and node._input_metadata[0].dtype.itemsize == 2:
+        w, b = affine
+        if statistics and w is None and node._input_metadata[0].dtype.itemsize == 2:
             return None  # its bits depend on the dtype of the running statistics
+        operands = [x, w, b, *[graph.saved(node, name) for name in statistics]]
+        if w is not None and b is not None:
+            return function, operands
+        there = [value is not None for value in operands]
 
-        def norm(x: Tensor, *given: Tensor) -> Tensor:
-            w, b = given[0] if has_w else None, given[has_w] if has_b else None
-            return function(x, w, b, *given[has_w + has_b :])
+        def norm(*given: Tensor) -> Tensor:
+            values = iter(given)
+            return function(*[next(values) if is_there else None for is_there in there])
 
         return norm, [value for value in operands if value is not None]
 
@@ -205,7 +213,7 @@ def _batch_norm(name: str) -> Callable[[Any, NormFacts | None], Callable[..., Te
         eps = getattr(node, name)
 
         def norm(x: Tensor, w: Tensor | None, b: Tensor | None, *statistics: Tensor) -> Tensor:
-            if statistics and x.is_cpu and all(t is None or _is_dense(t) for t in (x, w, b)):
+            if statistics and x.is_cpu and _is_dense(x) and all(t is None or t.is_contiguous() for t in (w, b)):
                 return _by_statistics(x, w, b, *statistics)
             return torch.batch_norm(x, w, b, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
 
@@ -216,8 +224,8 @@ def _batch_norm(name: str) -> Callable[[Any, NormFacts | None], Callable[..., Te
 
 def _is_dense(t: Tensor) -> bool:
     """As PyTorch's kernel asks; of other tensors it computes something else."""
-    layouts = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
-    return any(t.is_contiguous(memory_format=layout) for layout in layouts)
+    layouts = torch.channels_last, torch.channels_last_3d
+    return t.is_contiguous() or any(t.is_contiguous(memory_format=layout) for layout in layouts)
 
 
 def _by_statistics(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, inverse_std: Tensor) -> Tensor:
@@ -225,12 +233,13 @@ def _by_statistics(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, 
 
     In training as in evaluation one kernel computes ``x * scale + (b - mean * scale)``, where ``scale`` is ``w /
     sqrt(variance + eps)``. Here it gets ``scale`` as its weight, and a root of 1."""
-    dtype = torch.promote_types(mean.dtype, torch.float32)
-    scale = inverse_std.to(dtype) if w is None else inverse_std.to(dtype) * w
-    if mean.dtype is not dtype:  # with 16-bit parameters the kernel rounds the product, without them it need not
+    if mean.dtype.itemsize == 2:  # with 16-bit parameters the kernel rounds the product, without them it need not
+        inverse_std = inverse_std.float()
+    scale = inverse_std if w is None else inverse_std * w
+    if mean.dtype.itemsize == 2:
         b = -(mean * scale) if b is None else b - mean * scale
         mean = torch.zeros_like(scale)
-    return torch.batch_norm(x, scale, b, mean, torch.ones_like(scale), False, 0.0, 0.0, False)
+    return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(scale), False, 0.0, 0.0)[0]
 
 
 def _to_copy(node: Any) -> Callable[..., Tensor]:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 import weakref
-from collections.abc import Callable
 from contextlib import ContextDecorator, ExitStack
 from typing import Any, Self
 
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from .._torch import (
     dynamo_is_loaded,
     functorch_is_active,
+    never_compile,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     saved_tensors_hooks_are_enabled,
     saved_tensors_hooks_on_top,
 )
 from .norm_facts import is_frozen, is_norm, note_facts
-from .recipe import Hooks, Value
+from .recipe import Hooks
 from .region import Region
 
 #: ``Value.get``, which enters one function less.
@@ -43,8 +44,8 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
             weights are saved as PyTorch saves them.
 
     Errors: as in PyTorch, backward raises a ``RuntimeError`` where a tensor that it needs has been written to in place;
-    what it needs are the tensors that a replay reads, which need not be those that PyTorch saves. A weight that
-    autocast had copied may not be written to between forward and backward either.
+    what it needs are the tensors that a replay reads, which need not be those that PyTorch saves. Weights that
+    autocast has copied, and the biases of batch and group norms, may not be written to between forward and backward.
 
     Nested uses in one thread, hooks that were there before (they get each tensor once), checkpoints inside and around,
     higher derivatives and several threads work. It does nothing while ``torch.compile``, ``torch.export`` or a
@@ -119,13 +120,19 @@ def enter_region() -> Region:
     if region is None or region.hooks is None or hooks is None or region.hooks[0] is not hooks[0]:
         region = Region(hooks)
         _inside.last = weakref.ref(region)
-    pack: Callable[[Tensor], Value] = region.pack
-    unpack: Callable[[Value], Tensor] = _UNPACK
+    pack = region.pack
     if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
-        pack, unpack = torch.compiler.disable(pack), torch.compiler.disable(lambda value: value.get())
-    push_saved_tensors_hooks(pack, unpack)
+        _never_compile_hooks()
+    push_saved_tensors_hooks(pack, _UNPACK)
     _inside.entered = [*getattr(_inside, "entered", ()), (region, pack)]
     return region
+
+
+@functools.cache
+def _never_compile_hooks() -> None:
+    """``torch.compiler.disable`` would add 2 us to each call of theirs."""
+    for module in ("region", "recipe", "replays"):
+        never_compile(f"{__package__}.{module}")
 
 
 def leave_region() -> None:
