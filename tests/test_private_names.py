@@ -1,6 +1,7 @@
 """Private names of torch: ``fusedlayers/_torch.py`` alone uses them, names each, and each is what it says."""
 
 import ast
+import importlib
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -490,6 +491,22 @@ def _() -> None:
     batch, instance = (nn.BatchNorm1d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.LazyBatchNorm2d), (nn.InstanceNorm2d,)
     assert all(issubclass(kind, _torch.NormBase) for kind in batch + instance)
     assert not issubclass(nn.LayerNorm, _torch.NormBase)
+
+
+@check("AccumulateGrad")
+def _() -> None:
+    x = torch.ones(2, requires_grad=True)
+    node = (x * 2).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    assert type(node) is _torch.AccumulateGrad and node.variable is x
+
+
+@check("never_compile")
+def _() -> None:
+    rules = importlib.import_module("torch._dynamo.trace_rules")
+    assert not rules.check_file(__file__).skipped
+    _torch.never_compile("fusedlayers.recipes.region")
+    assert rules.check_file(str(PACKAGE / "recipes" / "region.py")).skipped
+    assert not rules.check_file(str(PACKAGE / "recipes" / "patch.py")).skipped
 
 
 @check("queue_callback")

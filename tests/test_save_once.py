@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
+import importlib
 import io
 import sys
 import threading
@@ -708,6 +710,26 @@ def test_a_bias_that_is_trained_before_backward() -> None:
         model[1].bias.add_(1)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation: a tensor of shape \(4,\)"):
         y.sum().backward()
+
+
+@pytest.mark.usefixtures("warnings_are_torchs")
+def test_hooks_are_not_compiled_where_a_graph_breaks() -> None:
+    counters = importlib.import_module("torch._dynamo.utils").counters
+    linear, x = nn.Linear(64, 64), torch.randn(64, 64)
+
+    def block(x: Tensor) -> Tensor:
+        h = F.silu(linear(x))
+        h = h[h > 0]  # of a size that the compiler does not know
+        return h * h
+
+    def frames(enter: Callable[[], Any]) -> int:
+        torch.compiler.reset()
+        counters.clear()
+        with enter():
+            torch.compile(block, backend="eager")(x)
+        return int(counters["frames"]["total"])
+
+    assert frames(fl.save_once) == frames(contextlib.nullcontext)
 
 
 def test_what_nobody_reads_holds_nothing() -> None:

@@ -22,8 +22,8 @@ from fusedlayers.backends.rms_norm import RmsNormOptions
 from fusedlayers.memory import saved_bytes
 from fusedlayers.recipes import spelled_norms
 from fusedlayers.recipes.counting import count
+from fusedlayers.recipes.leaves import is_leaf
 from fusedlayers.recipes.spelled_norms import spelled_norm
-from fusedlayers.recipes.users_modules import is_leaf
 
 ROWS, WIDTH = 64, 96
 SIXTEEN = (torch.bfloat16, torch.float16)

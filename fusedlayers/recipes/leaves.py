@@ -1,41 +1,71 @@
-"""Modules without children that compute an activation: PyTorch's classes, and those that spell one out.
+"""Modules without children that compute an activation: PyTorch's classes, and users' that spell one out.
 
 A folded activation saves its output, which the next layer saves too, so that backward computes nothing twice. Where
 its input is replayed itself, behind a norm, PyTorch's own node saves nothing: there a recipe serves.
+
+A user's module is traced, for the shape that it is given: parameters may run along one of its dimensions (channels).
+At each call its free variables (``free_variables.py``) are found anew: a module that reads something else by then, or
+whose class was given another forward pass, is looked at again. One that was not recognised at its first large call runs
+as it is from then on.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from .. import validation
 from ..activations import DTYPES, Activation
 from ..activations.lookup import activation_of_module
 from ..backends.operations import Pointwise
-from ..call import followed_by, plan_for
+from ..call import followed_by, plan_for, with_operands
 from ..execute import POINTWISE
 from ..sizes import is_small
 from .region import Region
-from .spelled_activations import activation_of, is_recognised
-from .users_modules import has_parameters, is_leaf
 
 #: PyTorch's classes of folded activations.
 _FOLDED = frozenset({nn.GELU, nn.SiLU, nn.Mish, nn.Hardswish})
 _ALONE = Pointwise(-1)
+_NO_HOOKS = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
+
+
+def is_leaf(module: nn.Module) -> bool:
+    """Whether it is a user's module without children, whose tensors have one dimension at most. Nothing is run."""
+    kind = type(module)
+    is_plain = not any(True for _ in module.children()) and not isinstance(module, torch.jit.ScriptModule)
+    is_users = not kind.__module__.startswith(("torch.", "fusedlayers.")) and "forward" not in vars(module)
+    tensors = (*module.parameters(), *module.buffers())
+    return is_plain and is_users and all(sum(size > 1 for size in tensor.shape) <= 1 for tensor in tensors)
+
+
+def twin(module: nn.Module) -> Any:
+    """The module as it would be without its patch, and without hooks: who calls the module runs these."""
+    found: Any = object.__new__(type(module))
+    found.__dict__ = {**vars(module), **_NO_HOOKS}
+    for name in ("forward", "extra_repr", "__prepare_scriptable__"):
+        found.__dict__.pop(name, None)
+    return found
 
 
 def may_be_activation(module: nn.Module) -> bool:
     """Whether a module may compute a folded activation: nothing is run."""
     if type(module) in _FOLDED:
         return "forward" not in vars(module)
-    return is_leaf(module) and not has_parameters(module)
+    return is_leaf(module) and not any(True for _ in module.parameters())
 
 
 def is_activation(module: nn.Module, x: Tensor) -> bool:
-    """Whether it does, of inputs like x."""
-    return type(module) in _FOLDED or is_recognised(module, x.dtype, x.shape)
+    """Whether it does, of inputs like x, and edits none."""
+    if type(module) in _FOLDED:
+        return True
+    # Here, because tracing takes parts of torch whose import takes a second.
+    from ..activations.custom import without_logging
+
+    with without_logging():  # what is no activation is not worth a word
+        found = with_operands(_spelled_out(module), x.shape, x.dtype).activation
+        return found.is_fusible and found.is_folded and not found.writes_argument
 
 
 def may_save_output(region: Region, args: Any, kwargs: Any) -> bool:
@@ -53,7 +83,7 @@ def activated(module: Any, x: Tensor) -> tuple[Tensor, Activation] | None:
     kind = type(module)
     if getattr(module, "inplace", False) or (kind in _FOLDED and kind.forward.__module__ != kind.__module__):
         return None
-    record = activation_of_module(module, kind) if kind in _FOLDED else activation_of(module)
+    record = activation_of_module(module, kind) if kind in _FOLDED else _spelled_out(module)
     if record is None:
         return None
     shapes = _ALONE, x.dim()
@@ -61,3 +91,8 @@ def activated(module: Any, x: Tensor) -> tuple[Tensor, Activation] | None:
     if plan.path == "composite" or traced.writes_argument or not traced.is_folded:
         return None
     return POINTWISE[plan.path](plan, _ALONE, x, None, None, None, traced, operands), traced
+
+
+def _spelled_out(module: nn.Module) -> Activation:
+    """The module's function, which may be an activation."""
+    return Activation(type(module).__name__, twin(module), needs_tracing=True)

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from .._torch import torchscript_state
 from ..checkpoint.recompute import recomputed
 from .gates import Gates, current_gates, is_gated
-from .leaves import activated, is_activation, may_be_activation, may_save_output
+from .leaves import activated, is_activation, is_leaf, may_be_activation, may_save_output
 from .norm_facts import is_norm, note_facts
 from .region import Region
 from .save_once import can_enter, current_region, enter_region, leave_region
 from .spelled_norms import spelled_norm
-from .users_modules import has_parameters, is_leaf
 
 Role = Literal["norm", "spelled norm", "activation", "perhaps activation", "gate", ""]
 
@@ -167,7 +166,7 @@ def _role_of(module: nn.Module) -> Role:
         return "gate"
     if may_be_activation(module):
         return "perhaps activation"
-    return "spelled norm" if is_leaf(module) and has_parameters(module) else ""
+    return "spelled norm" if is_leaf(module) else ""
 
 
 def is_worth_a_patch(module: nn.Module) -> bool:

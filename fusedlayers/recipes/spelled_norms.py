@@ -34,7 +34,7 @@ from ..ops.rms_norm import RmsNorm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
 from ..validation import is_autocast, unusual_because
-from .users_modules import twin
+from .leaves import twin
 
 
 class SpelledNorm(NamedTuple):
