@@ -205,7 +205,7 @@ is_traceable_wrapper_subclass: Callable[[object], bool] = _python_dispatch.is_tr
 # tree_unflatten: leaves put back into nested containers.
 
 #: The class of a leaf's node.
-AccumulateGrad: Any = torch._C._functions.AccumulateGrad
+AccumulateGrad: Any = torch._C._functions.AccumulateGrad  # type: ignore[attr-defined]
 
 # --- the base classes of torch's layers -------------------------------------------------------------------------------
 

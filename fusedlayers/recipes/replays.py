@@ -171,15 +171,16 @@ def _norm(
         if statistics and w is None and node._input_metadata[0].dtype.itemsize == 2:
             return None  # its bits depend on the dtype of the running statistics
         operands = [x, w, b, *[graph.saved(node, name) for name in statistics]]
-        if w is not None and b is not None:
-            return function, operands
+        found = [value for value in operands if value is not None]
+        if len(found) == len(operands):
+            return function, found
         there = [value is not None for value in operands]
 
         def norm(*given: Tensor) -> Tensor:
             values = iter(given)
             return function(*[next(values) if is_there else None for is_there in there])
 
-        return norm, [value for value in operands if value is not None]
+        return norm, found
 
     return row
 
