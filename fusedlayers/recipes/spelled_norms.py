@@ -1,23 +1,22 @@
 """Modules that spell an RMS norm out in plain operations, as the models of transformers do, run as one node.
 
-Idea: the forward pass of such a module is followed once, on small examples: it may call nothing but arithmetic, change
-nothing that it reads, and must compute a norm. Its gradients are then a norm's. ``free_variables.py`` says what its
-code reads. At each call all of that is compared, by identity, with what it was: a module that reads something else by
-then, or whose class was given another forward pass, is looked at again.
+Idea: the forward pass of such a module is followed once, on small examples: it may call nothing but arithmetic, and
+must compute a norm. Its gradients are then a norm's. It may read the module's weight and plain attributes, methods of
+its class, and plain numbers and libraries among its globals; at each call all of that is compared with what it was.
 
-Cost: 6 us for a call of a module that was seen before, and 4 ms for a norm that was not. Limits: norms over the last
-dimension, with one weight at most; what the module returns has the dtype of its input. A module that reads a closure
-or a container has its free variables found at each call, which takes 30 us.
+Cost: 5 us for a call of a module that was seen before, and 4 ms for a norm that was not. Limits: norms over the last
+dimension, with one weight at most; what the module returns has the dtype of its input. A module whose code reads
+anything else (a closure, a container, another function) runs as it is, and is replayed by recipes.
 """
 
 from __future__ import annotations
 
+import builtins
+import dis
 import itertools
-import operator
-import types
 from collections.abc import Callable, Hashable, Iterator
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +24,6 @@ from torch.overrides import TorchFunctionMode
 
 from .. import sizes
 from .._torch import autocast_is_active
-from ..activations.free_variables import FreeVariables, find_variables
-from ..activations.python_values import names_in, user_classes
 from ..backends import choose
 from ..backends.rms_norm import RmsNormOptions
 from ..call import followed_by
@@ -67,112 +64,126 @@ def spelled_norm(module: nn.Module, x: Tensor) -> SpelledNorm | None:
     return norm if fits else None
 
 
-# --- what is known of a module ----------------------------------------------------------------------------------------
+# --- what a module reads ----------------------------------------------------------------------------------------------
 
 
-class _Known(NamedTuple):
-    """What a module was found to compute, and all that this depends on."""
+class _Code:
+    """The functions that the forward pass of a class enters, and what they read beside the module.
 
-    norm: SpelledNorm | None
-    given: Hashable
-    scopes: tuple[tuple[dict[str, Any], tuple[str, ...]], ...]
-    functions: tuple[types.FunctionType, ...]
-    values: list[Any]
+    Attributes:
+        recognised: the norm by what a module holds, and the dtype of its input; None where it computes another thing.
+    """
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        self._kind = kind
+        self._members: dict[str, Any] = {}
+        self._globals: list[tuple[dict[str, Any], str, Any]] = []
+        self._codes: list[tuple[FunctionType, CodeType]] = []
+        self.recognised: dict[Hashable, RmsNormOptions | None] = {}
+        self.is_known = self._follow("forward")
+
+    def is_current(self) -> bool:
+        """Whether all of it is as it was."""
+        return (
+            all(getattr(self._kind, name, None) is member for name, member in self._members.items())
+            and all(scope.get(name) is value for scope, name, value in self._globals)
+            and all(function.__code__ is code for function, code in self._codes)
+        )
+
+    def _follow(self, name: str) -> bool:
+        """Note a member of the class, and what it reads; False where that may change unseen."""
+        if name in self._members:
+            return True
+        member = self._members[name] = getattr(self._kind, name)
+        if not isinstance(member, FunctionType):
+            return _is_plain(member)
+        code = member.__code__
+        self._codes.append((member, code))
+        nested = any(isinstance(constant, CodeType) for constant in code.co_consts)
+        if nested or set(code.co_freevars) - {"__class__"} or member.__kwdefaults__ or member.__defaults__:
+            return False
+        return all(self._reads(member, step) for step in dis.get_instructions(code))
+
+    def _reads(self, function: FunctionType, step: dis.Instruction) -> bool:
+        name = step.argval
+        if step.opname == "LOAD_GLOBAL":
+            scope = function.__globals__
+            self._globals.append((scope, name, scope.get(name)))
+            return _is_plain(scope[name]) or _is_of_library(scope[name]) if name in scope else hasattr(builtins, name)
+        is_member = step.opname in ("LOAD_ATTR", "LOAD_METHOD") and hasattr(self._kind, name)
+        return not is_member or hasattr(nn.Module, name) or self._follow(name)
 
 
-_known: WeakKeyDictionary[nn.Module, _Known] = WeakKeyDictionary()
-#: What a module has that does not change what it computes. ``fuse`` replaces the forward passes of modules.
-_NOT_READ = (frozenset(vars(nn.Module())) | {"forward", "extra_repr", "__prepare_scriptable__"}) - {"training"}
+def _is_plain(value: Any) -> bool:
+    """Whether a value cannot change in place."""
+    return (
+        value is None or isinstance(value, int | float | str) or (type(value) is tuple and all(map(_is_plain, value)))
+    )
+
+
+def _is_of_library(value: Any) -> bool:
+    return isinstance(value, ModuleType) or str(getattr(value, "__module__", "")).partition(".")[0] == "torch"
+
+
+_codes: BoundedCache[_Code] = BoundedCache(256)
+#: What every module has, but for its mode; ``fuse`` replaces the forward passes of modules.
+_OF_EVERY_MODULE = (frozenset(vars(nn.Module())) | {"forward", "extra_repr", "__prepare_scriptable__"}) - {"training"}
 
 
 def _norm_of(module: nn.Module, dtype: torch.dtype) -> SpelledNorm | None:
-    known = _known.get(module)
-    if known is not None:
-        weight = None if known.norm is None else known.norm.weight
-        values = _values(module, known.scopes, known.functions)
-        is_same = len(values) == len(known.values) and all(map(operator.is_, values, known.values))
-        if is_same and known.given == _given(dtype, weight):
-            return known.norm
-    variables = find_variables(twin(module))
-    options = _options(variables, dtype)
-    weight = next(iter(variables.tensors), None)
-    norm = None if options is None else SpelledNorm(options, weight)
-    own = (*module._parameters.values(), *module._buffers.values())
-    functions = tuple(f for f in variables.objects[1:] if isinstance(f, types.FunctionType))
-    is_all = len(functions) == len(variables.objects) - 1 and all(any(t is p for p in own) for t in variables.tensors)
-    # What is compared is kept: an entry that held its module would keep it for ever.
-    is_own = any(value is module or getattr(value, "__self__", None) is module for value in vars(module).values())
-    if is_all and not is_own and not any(f.__closure__ or f.__kwdefaults__ or vars(f) for f in functions):
-        scopes = tuple((f.__globals__, tuple(names_in(f.__code__) & f.__globals__.keys())) for f in functions)
-        values = _values(module, scopes, functions)
-        _known[module] = _Known(norm, _given(dtype, weight), scopes, functions, values)
-    return norm
-
-
-def _given(dtype: torch.dtype, weight: Tensor | None) -> Hashable:
-    """What may change in place."""
-    return dtype if weight is None else (dtype, weight.dtype, weight.shape)
-
-
-def _values(module: nn.Module, scopes: Any, functions: tuple[types.FunctionType, ...]) -> list[Any]:
-    """All that a module's code reads, in an order of its own."""
     kind: Any = type(module)
-    values = [kind, *[value for name, value in vars(module).items() if name not in _NOT_READ]]
-    values += module._parameters.values()
-    values += module._buffers.values()
-    for base in user_classes(kind):
-        values += vars(base).values()
-    for function in functions:
-        values += function.__code__, function.__defaults__
-    for scope, names in scopes:
-        values += [scope.get(name) for name in names]
-    return values
+    code = _codes.get(kind)
+    if code is None or (code.is_known and not code.is_current()):
+        code = _codes.put(kind, _Code(kind))
+    held = _plain_attributes(module)
+    if not code.is_known or held is None or len(module._parameters) > 1 or module._buffers:
+        return None
+    weight = next(iter(module._parameters.values()), None)
+    key: Hashable = held, dtype, None if weight is None else (weight.dtype, weight.shape)
+    if key not in code.recognised:
+        code.recognised[key] = _recognise(module, dtype)
+    options = code.recognised[key]
+    return None if options is None else SpelledNorm(options, weight)
+
+
+def _plain_attributes(module: nn.Module) -> tuple[tuple[str, Any], ...] | None:
+    """What a module holds beside what every module has; None where that may change in place."""
+    own = [(name, value) for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+    return tuple(own) if all(_is_plain(value) for _, value in own) else None
 
 
 # --- recognition ------------------------------------------------------------------------------------------------------
 
-#: By what a module reads, and the dtype of its input.
-_recognised: BoundedCache[RmsNormOptions | bool] = BoundedCache(256)
 _COMMON_EPS = (1e-5, 1e-6, 1e-8, 1e-12, torch.finfo(torch.float32).eps)
 
 
-def _options(variables: FreeVariables, dtype: torch.dtype) -> RmsNormOptions | None:
-    if variables.refusal is not None or len(variables.tensors) > 1 or any(t.dim() != 1 for t in variables.tensors):
-        return None
-    key: Hashable = variables.key, dtype
-    found = _recognised.get(key)
-    if found is None:
-        found = _recognised.put(key, _recognise(variables, dtype) or False)
-    return found or None  # type: ignore[return-value]  # True is never put
-
-
 @in_clean_state
-def _recognise(variables: FreeVariables, dtype: torch.dtype) -> RmsNormOptions | None:
+def _recognise(module: nn.Module, dtype: torch.dtype) -> RmsNormOptions | None:
     """The norm with which a module agrees, to the last bit but for sums that are rounded in another order."""
     generator = torch.Generator().manual_seed(0)
-    weights = [torch.rand(t.shape, generator=generator).add_(0.5).to(t.dtype) for t in variables.tensors]
+    example, own = twin(module), module._parameters.items()
+    weights = {name: torch.rand(w.shape, generator=generator).add_(0.5).to(w.dtype) for name, w in own if w is not None}
+    if any(w.dim() != 1 for w in weights.values()):
+        return None
+    example.__dict__["_parameters"] = {name: nn.Parameter(w) for name, w in weights.items()}
+    w = next(iter(weights.values()), None)
     # A number of dimensions, or of columns where no weight says it, may be in the code.
-    widths = [weights[0].numel()] * 3 if weights else [64, 40, 72]
+    widths = [64, 40, 72] if w is None else [w.numel()] * 3
     shapes = {1.0: (2, 3, widths[0]), 1e-3: (6, widths[1]), 30.0: (1, 2, 3, widths[2])}
-    made = [scale * torch.randn(shape, generator=generator) for scale, shape in shapes.items()]
-    inputs = [x.to(dtype) for x in made]
-    module = variables.rebind(weights)
+    inputs = [(scale * torch.randn(shape, generator=generator)).to(dtype) for scale, shape in shapes.items()]
+    before, followed = _plain_attributes(example), _Followed()
     try:
-        before, followed = find_variables(module).key, _Followed()
         with followed:
-            expected = [module(x) for x in inputs]
-        if not followed.is_arithmetic or find_variables(module).key != before:
-            return None
-        if any(
-            not isinstance(y, Tensor) or y.shape != x.shape or y.dtype is not dtype
-            for x, y in zip(inputs, expected, strict=True)
-        ):
-            return None
+            expected = [example.forward(x) for x in inputs]
     except Exception:  # whatever code does with what it is not made for
         return None
-    for options in _candidates(module):
-        found = [options(x, next(iter(weights), None)) for x in inputs]
-        if all(_agree(*pair) for pair in zip(found, expected, strict=True)):
+    if not followed.is_arithmetic or _plain_attributes(example) != before:
+        return None
+    pairs = [*zip(inputs, expected, strict=True)]
+    if any(not isinstance(y, Tensor) or (y.shape, y.dtype) != (x.shape, dtype) for x, y in pairs):
+        return None
+    for options in _candidates(example):
+        if all(_agree(options(x, w), y) for x, y in pairs):
             return options
     return None
 
