@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from .._torch import autocast_is_active, backward_pass, queue_callback
 from ..ops.edits import unedited
@@ -137,6 +138,8 @@ class Saved(Value):
             # Detached, for a tensor that an operation in place has made its own result would hold its own node.
             self.packed: Any = tensor if tensor.grad_fn is None else tensor.detach()
             return
+        if isinstance(tensor.grad_fn, BackwardCFunction):  # which a hook that returns what it gets would hold for ever
+            tensor = tensor.detach()
         if tensor.layout is torch.strided:
             self._layout = tensor.size(), tensor.stride()
         self.nbytes, self.unpack, self.packed = tensor.nbytes, hooks[1], hooks[0](tensor)
