@@ -170,13 +170,13 @@ PUBLISHED = (
     # Nag and Bhattacharyya, SERF, 2021
     Published("serf", lambda z: z * torch.erf(F.softplus(z)), "folded", _ONE_DIP),
     # Roy et al., LiSHT, 2019
-    Published("lisht", lambda z: z * torch.tanh(z), "folded", "a symmetric well with its bottom at 0"),
+    Published("lisht", lambda z: z * torch.tanh(z), "input", "its outputs are positive on both sides of its minimum"),
     # Log-cosh, naively, and so that its values near 0 keep their digits
     Published("log_cosh", lambda z: torch.log(torch.cosh(z)), "input", "1 + z^2/2 loses the digits of z in float32"),
-    Published("log_cosh_stable", _log_cosh_stable, "folded", "a symmetric well with its bottom at 0"),
+    Published("log_cosh_stable", _log_cosh_stable, "input", "as above"),
     # Vallés-Pérez et al., Empirical Study of the Modulus as Activation Function, 2023
-    Published("modulus", torch.abs, "folded", "a kink at the fold"),
-    Published("soft_modulus_q", _soft_modulus_q, "folded", "a parabola and two lines"),
+    Published("modulus", torch.abs, "input", "its outputs are positive on both sides of its minimum"),
+    Published("soft_modulus_q", _soft_modulus_q, "input", "as above"),
     # Patwardhan et al., ARiA, 2018: alpha = 1.5, beta = 2
     Published("aria2", lambda z: z * torch.pow(1 + torch.exp(-2 * z), -1.5), "folded", _ONE_DIP),
     # Biswas et al., TanhSoft, 2020: TanhSoft-1 with alpha = 0.87, TanhSoft-2 with beta = 0.75 and gamma = 0.75
@@ -185,7 +185,7 @@ PUBLISHED = (
     # Alcaide, E-swish, 2018, beta = 1.5
     Published("eswish", lambda z: 1.5 * z * torch.sigmoid(z), "folded", _ONE_DIP),
     # Madhu et al., NIPUNA, 2023: max(z sigmoid(z), z)
-    Published("nipuna", lambda z: torch.maximum(z * torch.sigmoid(z), z), "folded", _ONE_DIP),
+    Published("nipuna", lambda z: torch.maximum(z * torch.sigmoid(z), z), "input", "a kink at 0 beside its minimum"),
     # Chieng et al., Flatten-T Swish, 2018, T = -0.2
     Published("flatten_t_swish", lambda z: torch.relu(z) * torch.sigmoid(z) - 0.2, "monotone", "flat below 0"),
     # Elfwing et al., Sigmoid-Weighted Linear Units, 2018: dSiLU
@@ -205,10 +205,10 @@ PUBLISHED = (
     Published(
         "star_relu_fixed", lambda z: 0.8944 * torch.relu(z).square() - 0.4472, "input", "its slope grows without bound"
     ),
-    Published("heaviside_tanh", lambda z: torch.where(z > 0, torch.tanh(z) + 1, z), "input", "jumps"),
+    Published("heaviside_tanh", lambda z: torch.where(z > 0, torch.tanh(z) + 1, z), "monotone", "jumps, and rises"),
     Published("cube", lambda z: z**3, "input", "its slope grows without bound"),
     Published("tanhshrink", lambda z: z - torch.tanh(z), "input", "flat at 0 as z^3"),
-    Published("hardshrink", F.hardshrink, "input", "jumps"),
+    Published("hardshrink", F.hardshrink, "monotone", "jumps, and rises"),
     # --- with trainable parameters ------------------------------------------------------------------------------------
     Published(
         "snake", lambda z, a: z + torch.sin(a * z).square() / a, "input", _TRAINS, (("a", 1.0),)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from ..derivative.kinks import round_numbers
+from ..derivative.features import round_numbers
 from ..utils.isolation import in_clean_state
 from . import table
 from .free_variables import find_variables

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from ..derivative import branch_bit
-from ..derivative.analysis import Analysis, MonotoneDerivative
+from ..derivative.analysis import Analysis
 from ..derivative.features import Fold
 from ..derivative.folded import FoldedDerivative, FoldedInverse, fit, fit_inverse
 from ..derivative.inversion import input_of
+from ..derivative.monotone import MonotoneDerivative
 from ..derivative.polynomial import PRECISIONS
 from ..utils.isolation import in_clean_state
 
@@ -268,21 +269,21 @@ class Activation:
         fold = self.fold
         if fold is None:
             return y
-        return branch_bit.encode(y.to(torch.float32), fold.marks(z), dtype, fold.ambiguous, bounded=fold.bounded)
+        return branch_bit.encode(y.to(torch.float32), fold.marks(z), dtype)
 
     def marked(self, y: Tensor, dtype: torch.dtype) -> Tensor | None:
         """Whether upcast outputs of ``dtype`` carry the branch bit; None without a fold."""
         fold = self.fold
-        return None if fold is None else branch_bit.decode(y.to(torch.float32), dtype, fold.ambiguous)
+        return None if fold is None else branch_bit.decode(y.to(torch.float32), dtype)
 
     def derivative_given_output(self, y: Tensor, dtype: torch.dtype, *, differentiable: bool = False) -> Tensor:
         """The derivative at outputs of ``dtype`` that are upcast to float32 (or float64)."""
         fitted = self.fitted_derivative(dtype)
         if isinstance(fitted, FoldedDerivative):
-            marked = branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous)
+            marked = branch_bit.decode(y.to(torch.float32), dtype)
             return fitted.differentiable(y, marked) if differentiable else fitted(y, marked)
         if fitted is not None:
-            return fitted.differentiable(y) if differentiable else fitted(y)
+            return fitted(y)
         formula: Any = self._row.derivative_given_output
         slope: Tensor = formula(y, **self.rounded_parameters(dtype))
         return slope

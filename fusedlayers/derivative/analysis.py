@@ -1,19 +1,19 @@
 """``analyse``: whether a function's output determines its derivative, and a fit of the derivative if it does.
 
-``analyse`` finds the function's features (``features.py``), fits its derivative as a function of the output and, if the
-function has a fold, of the branch (``branch_bit.py``), and measures the fit against float64. Functions like GELU take a
-short fit (``folded.py``), all others one in segments (``piecewise.py``). It takes half a second to a second.
+``analyse`` finds the function's features (``features.py``), fits its derivative as a function of the output
+(``monotone.py``) or, if the function has one minimum, of the output and the branch (``folded.py``), and measures the
+fit against the function itself in float64. It takes half a second to a second.
 
-What it does not do: functions with more than one fold, because one bit distinguishes two branches, and functions that
-no short program follows. ``analyse`` then returns the reason; it never raises.
+What it does not do: functions with another fold than one negative minimum, with kinks beside it or at numbers that are
+not round, and functions that no short program follows. ``analyse`` then returns the reason, and the function saves its
+input; ``analyse`` never raises.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,32 +21,17 @@ from torch import Tensor
 
 from ..utils.isolation import in_clean_state
 from . import branch_bit
-from .features import SCALES, Features, Fold, find_features, measurement_points
-from .folded import FoldedDerivative, fit
-from .kinks import Kink, NeedsInput, value_and_slope
-from .piecewise import Flat, Segments, fit_segments
-from .polynomial import PRECISIONS, Precision
+from .features import Features, Fold, Function, NeedsInput, find_features, sample_points, value_and_slope
+from .folded import FoldedDerivative, fit_derivative
+from .monotone import Level, MonotoneDerivative, Stretch, fit_segments, stretches
+from .polynomial import PRECISIONS
 
-Function = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True)
-class MonotoneDerivative:
-    """``f'`` as a function of the output of a monotone function."""
-
-    segments: Segments
-
-    def __call__(self, y: Tensor) -> Tensor:
-        return self.segments(None, y, None)
-
-    def differentiable(self, y: Tensor) -> Tensor:
-        """The same: no floor stops its gradient."""
-        return self(y)
+Derivative = FoldedDerivative | MonotoneDerivative
 
 
 class Errors(NamedTuple):
     """Errors of a derivative: the rms over N(0, 1), or smaller normal numbers, in units of the rms derivative over
-    N(0, 1); and the largest absolute error anywhere."""
+    N(0, 1); and the largest error anywhere, in units of the steepest slope."""
 
     rms: float
     largest: float
@@ -58,27 +43,12 @@ GELU_ERRORS = {
     torch.float16: Errors(8.3e-4, 6.6e-3),
     torch.bfloat16: Errors(4.2e-3, 2.4e-2),
 }
-#: No derivative may err more than GELU's times this. The largest error counts in units of the steepest slope.
-ALLOWANCE = 2.0
-#: The same where the function is computed in float32, because its formula may amplify rounding errors: GELU's tanh form
-#: errs by four units where correct rounding errs by one, which doubles the error next to the minimum.
+#: No derivative may err more than GELU's times this, from outputs that are computed in float32 as layers do. A formula
+#: may amplify rounding errors: GELU's tanh form errs by four units where correct rounding errs by one, which doubles
+#: the error next to the minimum.
 FLOAT32_ALLOWANCE = 3.0
-COARSE = "has an output that tells its derivative too coarsely"
-
-
-@dataclass(frozen=True)
-class Measured:
-    """The measured errors for outputs of one dtype.
-
-    Attributes:
-        from_exact_output: of the derivative from the exact f(z), rounded to the dtype with the branch bit.
-        from_float32_output: the same with f computed in float32, as layers do.
-        rounded: of the exact f' rounded to the dtype, which is the least that eager PyTorch errs.
-    """
-
-    from_exact_output: Errors
-    from_float32_output: Errors
-    rounded: Errors
+#: Standard deviations of the normal inputs that fits are measured on: of small ones many lie next to a kink at 0.
+SCALES = (1.0, 0.1, 0.01)
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,7 +60,7 @@ class Analysis:
             not.
         reason: why, in one sentence.
         fold: the fold, if the kind is "folded".
-        measured: the errors, by the dtypes of outputs for which there is a fit.
+        errors: of the derivative, by the dtypes of outputs for which there is a fit.
         refusals: by dtype, why outputs of this dtype are too inaccurate although those of another are not.
         derivatives: the fits, by the dtype of the outputs and the dtype whose accuracy the fit has.
     """
@@ -98,11 +68,9 @@ class Analysis:
     kind: Literal["monotone", "folded", "input"]
     reason: str
     fold: Fold | None = None
-    measured: Mapping[torch.dtype, Measured] = field(default_factory=dict)
+    errors: Mapping[torch.dtype, Errors] = field(default_factory=dict)
     refusals: Mapping[torch.dtype, str] = field(default_factory=dict)
-    derivatives: Mapping[tuple[torch.dtype, torch.dtype], MonotoneDerivative | FoldedDerivative] = field(
-        default_factory=dict, repr=False
-    )
+    derivatives: Mapping[tuple[torch.dtype, torch.dtype], Derivative] = field(default_factory=dict, repr=False)
 
     def output_refusal(self, dtype: torch.dtype) -> str | None:
         """Why outputs of ``dtype`` do not determine the derivative, or None if they do."""
@@ -110,9 +78,7 @@ class Analysis:
             return self.reason
         return self.refusals.get(dtype)
 
-    def derivative(
-        self, dtype: torch.dtype = torch.float32, *, closest: bool = False
-    ) -> MonotoneDerivative | FoldedDerivative:
+    def derivative(self, dtype: torch.dtype = torch.float32, *, closest: bool = False) -> Derivative:
         """The fit for outputs of ``dtype``: as accurate as these allow, or (``closest``) the most accurate one."""
         return self.derivatives.get((dtype, torch.float32 if closest else dtype)) or self.derivatives[dtype, dtype]
 
@@ -121,8 +87,7 @@ class Analysis:
 def analyse(function: Function) -> Analysis:
     """Whether the output of ``function``, a torch function of one tensor, determines its derivative; and the fit."""
     try:
-        features = find_features(function)
-        return _analysed(function, features)
+        return _analysed(function, find_features(function))
     except NeedsInput as reason:
         return Analysis("input", f"the function {reason}")
     except Exception as error:  # a user's function may raise anything
@@ -131,162 +96,112 @@ def analyse(function: Function) -> Analysis:
 
 
 def _analysed(function: Function, features: Features) -> Analysis:
-    derivatives: dict[tuple[torch.dtype, torch.dtype], MonotoneDerivative | FoldedDerivative] = {}
-    measured, refusals = {}, {}
-    fits: dict[torch.dtype, Callable[[torch.dtype], MonotoneDerivative | FoldedDerivative]] = {}
-    for dtype, precision in PRECISIONS.items():
+    fits: dict[torch.dtype, Callable[[torch.dtype], Derivative]] = {}
+    derivatives: dict[tuple[torch.dtype, torch.dtype], Derivative] = {}
+    errors, refusals = {}, {}
+    for dtype in PRECISIONS:
         try:
-            fits[dtype] = _fitted(function, features, precision)
-            derivatives[dtype, dtype] = fits[dtype](dtype)
-            if torch.float32 in fits:
-                derivatives[dtype, torch.float32] = fits[torch.float32](dtype)
-            measured[dtype] = measure(function, features, derivatives[dtype, dtype], dtype)
-            _refuse_untold_kinks(function, features, derivatives[dtype, dtype], dtype)
-            _refuse_what_is_inaccurate(measured[dtype], features.steepest, dtype)
+            fits[dtype] = _fitted(function, features, dtype)
+            for precision in {dtype, torch.float32} & fits.keys():
+                derivatives[dtype, precision] = fits[precision](dtype)
+            derivative = derivatives[dtype, dtype]
+            errors[dtype] = _errors(function, features, derivative, dtype)
+            _refuse_untold_kinks(function, features, derivative, dtype)
+            _refuse_what_is_inaccurate(errors[dtype], dtype)
         except NeedsInput as reason:
             refusals[dtype] = f"the function {reason}"
     if len(refusals) == len(PRECISIONS):
-        return Analysis("input", refusals[torch.float32], None, measured)
+        return Analysis("input", refusals[torch.float32], None, errors)
     if features.fold is None:
         way = "falls" if features.is_falling else "rises"
-        return Analysis("monotone", f"the function {way} all the way", None, measured, refusals, derivatives)
-    reason_ = f"the function turns once, at z = {features.fold.position:.4g}"
-    return Analysis("folded", reason_, features.fold, measured, refusals, derivatives)
+        return Analysis("monotone", f"the function {way} all the way", None, errors, refusals, derivatives)
+    turn = f"the function turns once, at z = {features.fold.position:.4g}"
+    return Analysis("folded", turn, features.fold, errors, refusals, derivatives)
 
 
-def _fitted(
-    function: Function, features: Features, precision: Precision
-) -> Callable[[torch.dtype], MonotoneDerivative | FoldedDerivative]:
-    """The fit with this precision, as a function of the dtype of the outputs."""
-    fold = features.fold
-    if fold is not None and _is_like_gelu(features):
-        relative = replace(precision, tolerance=precision.tolerance * features.steepest)
-        with contextlib.suppress(ValueError):  # segments may fit where the short form does not
-            folded = fit.__wrapped__(function, relative)  # type: ignore[attr-defined]  # of in_clean_state
-            return lambda _: FoldedDerivative(fold, folded.of_distance)
-    segments = fit_segments(features, precision)
-
-    def for_outputs(dtype: torch.dtype) -> MonotoneDerivative | FoldedDerivative:
-        flats = tuple(_flats(function, features, dtype))
-        whole = Segments(segments.segments, flats, segments.fold, segments.is_falling)
-        return MonotoneDerivative(whole) if fold is None else FoldedDerivative(fold, whole)
-
-    return for_outputs
+def _fitted(function: Function, features: Features, dtype: torch.dtype) -> Callable[[torch.dtype], Derivative]:
+    """The fit with this dtype's precision, as a function of the dtype of the outputs."""
+    precision = PRECISIONS[dtype]
+    if features.fold is not None:
+        folded = fit_derivative(function, features, precision.tolerance * features.steepest)
+        return lambda _: folded
+    parts = stretches(function, features)
+    segments = fit_segments(parts, features.steepest, precision)
+    return lambda stored: MonotoneDerivative(segments, tuple(_levels(features, parts, stored)), features.is_falling)
 
 
-def _is_like_gelu(features: Features) -> bool:
-    fold = features.fold
-    assert fold is not None
-    if fold.ambiguous != "negative" or fold.is_maximum or fold.marked != "left" or len(features.stretches) != 2:
-        return False
-    falling, rising = sorted(features.stretches, key=lambda stretch: not stretch.marked)
-    return falling.upper == "limit" and abs(falling.stop) < 1e-9 and rising.upper == "infinity" and not features.kinks
+def _levels(features: Features, parts: list[Stretch], dtype: torch.dtype) -> list[Level]:
+    """The outputs of ``dtype`` that have a slope of their own: those of flat parts, and those of kinks, which have the
+    slope that autograd returns there. A flat part at a kink has the kink's output too, and counts."""
+    found = []
+    for place, part in enumerate(parts):
+        if part.is_flat:
+            low, high = _stored_level(float(part.y[0]), dtype)
+            is_bottom, is_top = place == 0, place == len(parts) - 1
+            found.append(Level(-math.inf if is_bottom else low, math.inf if is_top else high, 0.0))
+    for kink in features.kinks:
+        low, high = _stored_level(-kink.output if features.is_falling else kink.output, dtype)
+        if not any(low <= level.high and level.low <= high for level in found):
+            found.append(Level(low, high, kink.slope))
+    return found
 
 
-def _flats(function: Function, features: Features, dtype: torch.dtype) -> list[Flat]:
-    """The levels in outputs of ``dtype``: rounded, with the branch bit, and one float32 unit wider on both sides,
-    because a formula may miss a level other than 0 by that."""
-    flats: list[Flat] = []
-    for level in features.levels:
-        true = -level.y if features.is_falling else level.y
-        exact = torch.tensor([true], dtype=torch.float32)
-        shown = [exact, *(torch.nextafter(exact, exact * f) for f in (0.0, 2.0) if true != 0)]
-        evaluated = function(torch.tensor([level.position], dtype=torch.float32)).detach().float()
-        if float((evaluated - exact).abs()) <= 1e-5 * max(1.0, abs(true)):
-            shown.append(evaluated)
-        values = torch.cat(shown)
-        if features.fold is not None:
-            values = _encoded(values, torch.full((len(values),), level.marked), dtype, features.fold)
-        stored = values.to(dtype).double()
-        stored = -stored if features.is_falling else stored
-        low = -math.inf if level.place == "bottom" else float(stored.min())
-        high = math.inf if level.place == "top" else float(stored.max())
-        if level.place == "kink" and any(f.marked == level.marked and low <= f.high and f.low <= high for f in flats):
-            continue
-        flats.append(Flat(low, high, level.slope, level.marked))
-    return flats
-
-
-def _encoded(y: Tensor, marked: Tensor, dtype: torch.dtype, fold: Fold) -> Tensor:
-    return branch_bit.encode(y, marked, dtype, fold.ambiguous, bounded=fold.bounded)
-
-
-def measure(
-    function: Function, features: Features, derivative: MonotoneDerivative | FoldedDerivative, dtype: torch.dtype
-) -> Measured:
-    """The errors of a derivative that is computed in float32 from stored outputs, as devices do."""
-    normal, anywhere = measurement_points(function, features, dtype)
-    z, y, slope = (torch.cat([a, b]) for a, b in zip(normal, anywhere, strict=True))
-    trial = _Trial(features, dtype, z, slope, len(normal.z))
-    exact = torch.where(y.isfinite(), y, 0.0)
-    own = function(z.float()).detach().double()
-    # Where float32 cannot evaluate the function, its derivative has no meaning.
-    sane = y.isfinite() & ((own - exact).abs() <= 0.01 * (exact.abs() + 0.01))
-    everywhere = torch.ones_like(sane)
-    return Measured(
-        trial.errors_from(y, derivative, y.isfinite()),
-        trial.errors_from(own, derivative, sane),
-        trial.errors(slope.to(dtype), y, everywhere),
+def _stored_level(y: float, dtype: torch.dtype) -> tuple[float, float]:
+    """The range of what is stored for the output y: a formula may miss it by a float32 unit if it is not 0."""
+    exact = torch.tensor(y, dtype=torch.float32)
+    stored = torch.stack([exact, *(torch.nextafter(exact, exact * factor) for factor in (0.0, 2.0) if y != 0)]).to(
+        dtype
     )
+    return float(stored.min()), float(stored.max())
 
 
-@dataclass(frozen=True, eq=False)
-class _Trial:
-    """Inputs, of which the first, ``normal``, are normal at each of ``SCALES``, and the derivatives there."""
-
-    features: Features
-    dtype: torch.dtype
-    z: Tensor
-    slope: Tensor
-    normal: int
-
-    def errors_from(self, outputs: Tensor, derivative: MonotoneDerivative | FoldedDerivative, valid: Tensor) -> Errors:
-        """Those of the derivative from outputs that are stored in the dtype."""
-        fold = self.features.fold
-        stored = _stored(outputs, self.z, self.dtype, fold)
-        if fold is not None:
-            valid = valid & ~(fold.marks(self.z) & stored.isinf())  # infinity has no last bit
-        return self.errors(_from_stored(derivative, stored, self.dtype), stored.double(), valid & ~stored.isnan())
-
-    def errors(self, found: Tensor, stored: Tensor, valid: Tensor) -> Errors:
-        """Those of the derivatives ``found`` for the outputs ``stored``."""
-        valid = valid & self.slope.isfinite()
-        error = torch.where(valid, (found.double() - self.slope).abs(), 0.0)
-        by_scale = error[: self.normal].view(len(SCALES), -1).square().mean(1).sqrt()
-        # In units of the rms slope over N(0, 1), which is the first scale: the slopes of small inputs may all be small.
-        slope = torch.where(self.slope.isfinite(), self.slope, 0.0)
-        size = slope[: self.normal // len(SCALES)].square().mean().sqrt()
-        for kink in self.features.kinks:
-            close = self._is_next_to(kink, stored) & valid
-            for right in (kink.before, kink.slope, kink.after):
-                error = torch.where(close, torch.minimum(error, (found.double() - right).abs()), error)
-        return Errors(float(by_scale.max() / size), float(error.max()))
-
-    def _is_next_to(self, kink: Kink, stored: Tensor) -> Tensor:
-        """Where the slopes of both sides are right, and the one that autograd has at the kink: within a unit of the
-        kink's output, for inputs within their own rounding of the kink. Inputs further away may have its output too,
-        where a side is flat or rounds to it."""
-        eps = torch.finfo(self.dtype).eps
-        unit = 2.0 ** (math.frexp(kink.output)[1] - 1) * eps if kink.output else 0.0
-        same = (stored - float(torch.tensor(kink.output, dtype=self.dtype))).abs() <= unit
-        return same & ((self.z - kink.position).abs() <= 2 * eps * max(1.0, abs(kink.position)))
+# --- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _stored(outputs: Tensor, z: Tensor, dtype: torch.dtype, fold: Fold | None) -> Tensor:
-    """What outputs of ``dtype`` hold, in float32."""
-    stored = outputs.float()
-    return (stored if fold is None else _encoded(stored, fold.marks(z), dtype, fold)).to(dtype).float()
-
-
-def _from_stored(derivative: MonotoneDerivative | FoldedDerivative, stored: Tensor, dtype: torch.dtype) -> Tensor:
+def _told(derivative: Derivative, y: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
+    """The derivative, computed in float32 as devices do, from what outputs of ``dtype`` hold of y, the outputs of z."""
     if isinstance(derivative, MonotoneDerivative):
-        return derivative(stored)
-    return derivative(stored, branch_bit.decode(stored, dtype, derivative.fold.ambiguous))
+        return derivative(y.to(dtype).float()).double()
+    stored = branch_bit.encode(y.float(), derivative.fold.marks(z), dtype).to(dtype).float()
+    return derivative(stored, branch_bit.decode(stored, dtype)).double()
 
 
-def _refuse_untold_kinks(
-    function: Function, features: Features, derivative: MonotoneDerivative | FoldedDerivative, dtype: torch.dtype
-) -> None:
+def measurement_points(features: Features, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs for measuring a fit for outputs of ``dtype``: quantiles of N(0, 1) times each of ``SCALES``, as numbers of
+    that dtype, which is what PyTorch computes the derivative from; and float32 numbers of all sizes, with more near the
+    fold and kinks."""
+    quantiles = (torch.arange(1 << 15, dtype=torch.float64) + 0.5) / (1 << 15)
+    near = torch.logspace(-9, -1, 161, dtype=torch.float64)
+    places = [kink.position for kink in features.kinks] + ([] if features.fold is None else [features.fold.position])
+    sizes = torch.logspace(-44, -4, 160, dtype=torch.float64)
+    between = (sample_points()[1:] + sample_points()[:-1]) / 2
+    # Denser than the samples of the fit, so that an error between two of those shows.
+    wide = torch.logspace(1, 6, 10_000, dtype=torch.float64)
+    around = [place + side * near for place in places for side in (-1, 1)]
+    normal = torch.cat([scale * torch.special.ndtri(quantiles) for scale in SCALES]).to(dtype).double()
+    anywhere = torch.cat([between, *around, sizes, -sizes, wide, -wide]).float().double()
+    return normal, anywhere[(anywhere >= features.z[0]) & (anywhere <= features.z[-1])]
+
+
+def _errors(function: Function, features: Features, derivative: Derivative, dtype: torch.dtype) -> Errors:
+    """The errors of a derivative from outputs that are computed in float32, as layers do."""
+    normal, anywhere = measurement_points(features, dtype)
+    z = torch.cat([normal, anywhere])
+    y, slope = value_and_slope(function, z)
+    own = function(z.float()).detach()
+    # Where float32 cannot evaluate the function, its derivative has no meaning.
+    valid = y.isfinite() & slope.isfinite() & ((own.double() - y).abs() <= 0.01 * (y.abs() + 0.01))
+    for kink in features.kinks:  # within an input's own rounding of a kink, or float32's of 1, either side is right
+        reach = torch.finfo(dtype).eps * abs(kink.position) + torch.finfo(torch.float32).eps
+        valid &= (z - kink.position).abs() > 2 * reach
+    error = torch.where(valid, (_told(derivative, own, z, dtype) - slope).abs(), 0.0)
+    by_scale = error[: len(normal)].view(len(SCALES), -1).square().mean(1).sqrt()
+    # In units of the rms slope over N(0, 1), which is the first scale: the slopes of small inputs may all be small.
+    size = slope[: len(normal) // len(SCALES)].square().mean().sqrt()
+    return Errors(float(by_scale.max() / size), float(error.max()) / features.steepest)
+
+
+def _refuse_untold_kinks(function: Function, features: Features, derivative: Derivative, dtype: torch.dtype) -> None:
     """At a kink itself the derivative must be autograd's. Many inputs may lie there: zeros of a padding or a dropout,
     values that were clamped, 16-bit numbers. A side that is flat has the kink's output too, often with another slope.
     """
@@ -294,25 +209,15 @@ def _refuse_untold_kinks(
     for kink in features.kinks:
         at = torch.tensor([kink.position], dtype=torch.float64).to(dtype).float()  # in which layers compute
         y, slope = value_and_slope(function, at)
-        stored = _stored(y, at.double(), dtype, features.fold)
-        found = _from_stored(derivative, stored, dtype)
-        if not float((found.double() - slope.double()).abs()) <= allowed:
+        if not float((_told(derivative, y, at, dtype) - slope.double()).abs()) <= allowed:
             raise NeedsInput(f"has a derivative at its kink, z = {kink.position:.4g}, that its output does not tell")
 
 
-def _refuse_what_is_inaccurate(measured: Measured, steepest: float, dtype: torch.dtype) -> None:
-    name = str(dtype).removeprefix("torch.")
-    limit = GELU_ERRORS[dtype]
-    for errors, allowance, whose in (
-        (measured.from_exact_output, ALLOWANCE, f"a {name} output determines the derivative to within {{}}"),
-        (
-            measured.from_float32_output,
-            FLOAT32_ALLOWANCE,
-            f"computed in float32, a {name} output determines the derivative to {{}}",
-        ),
-    ):
-        largest = errors.largest / steepest if steepest else errors.largest
-        if not errors.rms <= allowance * limit.rms:
-            raise NeedsInput(f"{COARSE}: {whose.format(f'{errors.rms:.1e} (rms), GELU to {limit.rms:.1e}')}")
-        if not largest <= allowance * limit.largest:
-            raise NeedsInput(f"{COARSE}: {whose.format(f'{largest:.1e}, GELU to {limit.largest:.1e}')}")
+def _refuse_what_is_inaccurate(errors: Errors, dtype: torch.dtype) -> None:
+    name, of_gelu = str(dtype).removeprefix("torch."), GELU_ERRORS[dtype]
+    for found, limit, kind in ((errors.rms, of_gelu.rms, " (rms)"), (errors.largest, of_gelu.largest, "")):
+        if not found <= FLOAT32_ALLOWANCE * limit:
+            raise NeedsInput(
+                f"has an output that tells its derivative too coarsely: a {name} output determines the derivative to "
+                f"{found:.1e}{kind}, GELU to {limit:.1e}"
+            )

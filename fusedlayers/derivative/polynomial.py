@@ -1,9 +1,10 @@
-"""Polynomials on an interval, and the accuracy of the fits of derivatives."""
+"""Polynomials on an interval, how they are fitted, and the accuracy of the fits of derivatives."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import struct
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,19 @@ from torch import Tensor
 
 Function = Callable[[Tensor], Tensor]
 
+#: The floor of distances, the smallest normal float32 number: at 0 a root has no derivative.
+TINY = 2.0**-126
+
+
+def to_float32(value: float) -> float:
+    """The float32 number next to a value."""
+    rounded: float = struct.unpack("f", struct.pack("f", value))[0]
+    return rounded
+
 
 @dataclass(frozen=True)
 class Precision:
-    """The accuracy of a fit: the largest absolute error, and the degree that ``piecewise.py`` tries first."""
+    """The accuracy of a fit: the largest absolute error, and the degree that ``monotone.py`` tries first."""
 
     tolerance: float
     degree: int
@@ -27,12 +37,14 @@ PRECISIONS = {
     torch.float16: Precision(1e-4, 5),
     torch.bfloat16: Precision(5e-4, 4),
 }
-MAXIMUM_DEGREE = 20
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A polynomial on ``[start, stop]``, in powers of ``t = (v - center) * scale``, which lies in [-1, 1]."""
+    """A polynomial on ``[start, stop]``, in powers of ``t = (v - center) * scale``, which lies in [-1, 1].
+
+    At the degrees of this package powers of t cost no accuracy beside Chebyshev polynomials.
+    """
 
     start: float
     stop: float
@@ -47,9 +59,7 @@ class Piece:
         return -(self.start + self.stop) / (self.stop - self.start)
 
     def __call__(self, v: Tensor) -> Tensor:
-        return self.of_t(v * self.scale + self.offset)
-
-    def of_t(self, t: Tensor) -> Tensor:
+        t = v * self.scale + self.offset
         value = t * self.coefficients[-1] + self.coefficients[-2]
         for coefficient in self.coefficients[-3::-1]:
             value = value * t + coefficient
@@ -57,33 +67,53 @@ class Piece:
 
 
 def interpolate(function: Function, start: float, stop: float, degree: int) -> Piece:
-    """Chebyshev interpolation, converted to powers of t. (At these degrees and on [-1, 1] that costs no accuracy.)"""
-    count = degree + 1
-    angle = (torch.arange(count, dtype=torch.float64) + 0.5) * (math.pi / count)
-    t = torch.cos(angle)
+    """The polynomial through the function's values at the Chebyshev nodes."""
+    t = torch.cos((torch.arange(degree + 1, dtype=torch.float64) + 0.5) * (math.pi / (degree + 1)))
     values = function((start + stop) / 2 + t * (stop - start) / 2)
-    weights = [float((values * torch.cos(k * angle)).sum()) * (1 if k == 0 else 2) / count for k in range(count)]
-    return Piece(start, stop, powers_of(weights))
+    return Piece(start, stop, tuple(torch.linalg.solve(_powers(t, degree), values).tolist()))
 
 
-def chebyshev(t: Tensor, degree: int) -> Tensor:
-    """The Chebyshev polynomials up to a degree at t: ``(len(t), degree + 1)``."""
-    columns = [torch.ones_like(t), t]
-    for _ in range(degree - 1):
-        columns.append(2 * t * columns[-1] - columns[-2])
-    return torch.stack(columns[: degree + 1], 1)
+def shortest(
+    function: Function,
+    start: float,
+    stop: float,
+    degrees: Iterable[int],
+    is_close: Callable[[Piece], bool],
+) -> Piece | None:
+    """The first of these degrees whose interpolation is close enough, or None."""
+    pieces = (interpolate(function, start, stop, degree) for degree in degrees)
+    return next((piece for piece in pieces if is_close(piece)), None)
 
 
-def powers_of(weights: Sequence[float]) -> tuple[float, ...]:
-    """From the coefficients of Chebyshev polynomials to those of powers."""
-    powers = [0.0] * len(weights)
-    previous, current = [1.0], [0.0, 1.0]
-    for k, weight in enumerate(weights):
-        if k > 1:
-            following = [0.0, *(2 * c for c in current)]
-            for i, c in enumerate(previous):
-                following[i] -= c
-            previous, current = current, following
-        for i, c in enumerate(previous if k == 0 else current):
-            powers[i] += weight * c
-    return tuple(powers)
+def fitted(v: Tensor, values: Tensor, degree: int) -> Piece | None:
+    """The least-squares polynomial through the samples next to Chebyshev nodes; v rises. None if these are few."""
+    start, stop = float(v[0]), float(v[-1])
+    if not (stop > start and math.isfinite(start + stop)):
+        return None
+    t = (v * 2 - (start + stop)) / (stop - start)
+    nodes = -torch.cos(torch.arange(3 * degree + 1, dtype=torch.float64) * (math.pi / (3 * degree)))
+    after = torch.searchsorted(t, nodes).clamp_max(len(t) - 1)
+    before = (after - 1).clamp_min(0)
+    near = torch.where((t[before] - nodes).abs() < (t[after] - nodes).abs(), before, after).unique()
+    if len(near) < degree + 3:
+        return None
+    solved = torch.linalg.lstsq(_powers(t[near], degree), values[near].unsqueeze(1), driver="gels").solution
+    return Piece(start, stop, tuple(solved[:, 0].tolist()))
+
+
+def longest(attempt: Callable[[int, int], Piece | None], first: int, last: int) -> tuple[int, Piece | None]:
+    """The furthest sample up to ``last`` that a polynomial from sample ``first`` on reaches, found by halving, and the
+    polynomial; ``attempt`` fits one to the samples between two."""
+    good, bad, end, best = first, last + 1, last, None
+    while bad - good > 1 and good < last:
+        piece = attempt(first, end)
+        if piece is None:
+            bad = end
+        else:
+            best, good = piece, end
+        end = (good + bad) // 2
+    return good, best
+
+
+def _powers(t: Tensor, degree: int) -> Tensor:
+    return t.unsqueeze(1) ** torch.arange(degree + 1)

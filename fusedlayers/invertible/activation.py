@@ -84,8 +84,8 @@ class InvertibleActivation(InvertibleModule):
         fitted, fold = self.activation.fitted_inverse(), self.activation.fold
         if branch is not None and fitted is not None and fold is not None:
             marked = _unpack_bits(branch, y.shape)
-            if fold.ambiguous == "negative":  # as all outputs of the marked branch are, but for rounding
-                wide = torch.where(marked, wide.clamp(max=-limits.tiny), wide)
+            # All outputs of the marked branch are negative, but for rounding.
+            wide = torch.where(marked, wide.clamp(max=-limits.tiny), wide)
             return fitted(wide, marked).to(y.dtype)
         # An output that was rounded to the function's limit, or was computed by the next module's inverse to lie beyond
         # it, counts as the number before the limit: the formula's infinities and NaNs would make all earlier

@@ -143,10 +143,7 @@ def serves(z: Tensor, activation: Activation, p: float) -> bool:
 @in_clean_state
 def tells_scaled(activation: Activation, dtype: torch.dtype) -> bool:
     """Whether an output that has lost a unit by a factor and its inverse determines the derivative as well. An output
-    on a flat part does not, unless that is 0 (ReLU6, hard sigmoid); nor one of two signs, of which a marked zero, whose
-    derivative is not 0, is stored as what was dropped."""
-    if activation.fold is not None and activation.fold.ambiguous == "both":
-        return False
+    on a flat part does not, unless that is 0 (ReLU6, hard sigmoid)."""
     if dtype.itemsize == 2 and not tells_scaled(activation, torch.float32):
         return False  # a kink is found where a root is small
     z = torch.cat([torch.linspace(-12.0, 12.0, 2049, dtype=torch.float64) + 0.0137, torch.arange(-24, 25) / 2]).to(

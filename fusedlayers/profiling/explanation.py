@@ -177,9 +177,8 @@ def _kind(record: Activation) -> tuple[str, str]:
         return "needs input", refused
     if record.fold is None:
         return "monotone", "the output determines the derivative"
-    where = {"negative": "negative outputs", "positive": "positive outputs", "both": "all outputs"}
     turn = f"it turns once, at z = {record.fold.position:.6g}"
-    return "folded", f"{turn}; {where[record.fold.ambiguous]} carry the branch in their last bit"
+    return "folded", f"{turn}; negative outputs carry the branch in their last bit"
 
 
 # --- measuring --------------------------------------------------------------------------------------------------------

@@ -103,8 +103,8 @@ def pair_of(curves: Curves, fold: Fold) -> Pair:
     near, marked = curves.within(SHOWN), fold.marks(curves.z)
     distance = (curves.y - fold.extremum).abs()
     reach = min(float(distance[near & branch].max()) for branch in (marked, ~marked))
-    about = fold.extremum + (-1 if fold.is_maximum else 1) * min(0.4 * reach, 1.0)
-    encode = functools.partial(branch_bit.encode, dtype=torch.bfloat16, ambiguous=fold.ambiguous, bounded=fold.bounded)
+    about = fold.extremum + min(0.4 * reach, 1.0)
+    encode = functools.partial(branch_bit.encode, dtype=torch.bfloat16)
     even = encode(torch.tensor([about]), torch.tensor([False]))  # so that the two differ in the last bit alone
     bits = encode(even.repeat(2), torch.tensor([True, False]))
     y = float(bits[1])
@@ -133,7 +133,7 @@ def _draw_function(axes: Axes, curves: Curves, pair: Pair | None) -> None:
         axes.plot(curves.z, _masked(curves.slope, where), "--", color=color, lw=1.2)
     marks = [("-", "f"), ("--", "f'")]
     if pair is not None:
-        marks.append(("v", "maximum" if pair.fold.is_maximum else "minimum"))
+        marks.append(("v", "minimum"))
         axes.plot(pair.z, [pair.y] * 2, color=INK, lw=0.8)
         _draw_points(axes, [(z, pair.y) for z in pair.z])
         axes.plot(pair.fold.position, pair.fold.extremum, "v", color=INK, ms=5)
@@ -151,7 +151,7 @@ def _draw_output(axes: Axes, curves: Curves, pair: Pair | None) -> None:
     title = "Derivative over the output" + (": one value for each" if curves.given == "output" else " (not saved)")
     if pair is not None:
         title = "Derivative over the output: the last bit is the branch"
-        low, high = _range_of(pair.fold, low, high)
+        low, high = pair.fold.extremum * 1.3, -pair.fold.extremum * 2.5  # around those that both branches take
         axes.axvline(pair.fold.extremum, color=INK, lw=0.8, ls=":")
         _draw_points(axes, [(pair.y, slope) for slope in pair.slope])
         handles = [
@@ -176,12 +176,6 @@ def _limits(values: Tensor) -> tuple[float, float]:
     low, high = (float(finite.min()), float(finite.max())) if len(finite) else (0.0, 0.0)
     margin = 0.06 * ((high - low) or 1.0)
     return low - margin, high + margin
-
-
-def _range_of(fold: Fold, low: float, high: float) -> tuple[float, float]:
-    """Outputs around those that both branches take, if these are bounded, else all."""
-    ends = fold.extremum * 1.3, -fold.extremum * 2.5
-    return (min(ends), max(ends)) if fold.extremum and fold.bounded else (low, high)
 
 
 def _draw_errors(axes: Axes, curves: Curves, dtype: str, found: Explanation) -> None:

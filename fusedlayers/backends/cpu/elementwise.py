@@ -254,6 +254,6 @@ def _slopes(activation: Activation, dtype: torch.dtype, saved: str) -> Tensor:
     # A table costs the same whatever it holds: it takes the closest fit there is.
     fitted = activation.fitted_derivative(dtype, closest=True)
     if isinstance(fitted, FoldedDerivative):
-        return fitted(values, branch_bit.decode(values.float(), dtype, fitted.fold.ambiguous)).float()
+        return fitted(values, branch_bit.decode(values.float(), dtype)).float()
     slope = activation.derivative_given_output(values, dtype) if fitted is None else fitted(values)
     return slope.float()

@@ -30,22 +30,14 @@ static inline float float_of(int32_t i) { float x; memcpy(&x, &i, 4); return x; 
 
 enum dtype { FLOAT32, BFLOAT16, FLOAT16 };
 enum axis { NO_AXIS, ALONG_COLUMNS, ALONG_ROWS };
-enum ambiguous { NEVER, NEGATIVE, POSITIVE, BOTH };
-enum bend { STRAIGHT, ROOT_FROM_BELOW, ROOT_FROM_ABOVE, RATIO };
 
 /* The branch bit of a folded function (derivative/branch_bit.py). */
-typedef struct { int32_t ambiguous, is_left, is_bounded; float position; } mark;
+typedef struct { int32_t is_folded; float position; } mark;
 
-/* A derivative from float32 outputs: a cubic on each interval (table.py), its four coefficients side by side. */
-typedef struct {
-  int32_t ambiguous, bend;
-  float sign, origin_high, origin_low, nearest, farthest;
-  float low, high, half, zero, scale, first, last;
-  float at_zero; /* the derivative at a marked zero */
-  int32_t flats;
-  const float *flat; /* low, high and slope of each */
-  const float *cubics;
-} table;
+/* The derivative of a monotone function from float32 outputs (table.py): outputs times ``rises`` rise; those from
+   ``middle`` on are the upper side, and those there have the derivative ``at_middle``. A side's distances are those from an origin, times a sign. */
+typedef struct { float high, low, sign; } side;
+typedef struct { float rises, middle, at_middle; side lower, upper; const float *cubics; } table;
 
 /* A function of float32 outputs around a minimum (table.py): the derivative, or the input less the output. */
 typedef struct {
@@ -330,13 +322,8 @@ static inline void hardsigmoid(float z, float p, float e, float *y, float *slope
 #define INFINITE 0x7f800000
 #define LARGEST 0x7f7fffff
 
-/* The number of these bits, or instead of a subnormal one, of y's size, a zero that is negative if marked (bit is 1). */
-static inline float or_zero(int32_t found, float y, int32_t bit) {
-  int32_t zero = (int32_t)((uint32_t)bit << 31);
-  return float_of(__builtin_fabsf(y) < 0x1p-126f ? zero : found);
-}
-
-/* By masks, because compilers do not vectorise choices between numbers of two kinds. */
+/* y with its mark; below the smallest normal number a zero, negative if marked. By masks, because compilers do not
+   vectorise choices between numbers of two kinds. */
 static inline float marked(float z, float y, float position) {
   int32_t left = -(z < position), bits = bits_of(y);
   int32_t vanishes = -((y > -0x1p-126f) & (y <= float_of(left & INFINITE)));
@@ -385,87 +372,11 @@ static void compute(const kernel *k, const float *z, float *y, float *slope) {
   prepare(k, z, e);
   if (y == NULL) slope_of[k->function](k->parameter, e, z, slope);
   else if (slope != NULL) both_of[k->function](k->parameter, e, z, y, slope);
-  else if (k->mark.ambiguous) marked_of[k->function](k->parameter, e, k->mark.position, z, y);
+  else if (k->mark.is_folded) marked_of[k->function](k->parameter, e, k->mark.position, z, y);
   else outputs_of[k->function](k->parameter, e, z, y);
 }
 
-/* --- the branch bit (derivative/branch_bit.py) ---------------------------------------------------------------------- */
-
-static void encode(const mark *m, const float *z, const float *y, float *out) {
-  int32_t bit[BLOCK], found[BLOCK];
-  if (m->is_left) EACH bit[i] = z[i] < m->position ? 1 : 0;
-  else EACH bit[i] = z[i] > m->position ? 1 : 0;
-  EACH found[i] = (bits_of(y[i]) & MAGNITUDE & -2) | bit[i];
-  if (!m->is_bounded) EACH {
-    int32_t magnitude = bits_of(y[i]) & MAGNITUDE, most = LARGEST - 1 + bit[i];
-    int32_t overflowed = magnitude > INFINITE ? magnitude : INFINITE;
-    int32_t limited = found[i] > most ? most : found[i];
-    found[i] = magnitude > LARGEST ? overflowed : limited;
-  }
-  if (m->ambiguous == NEGATIVE) EACH {
-    int32_t concerned = y[i] <= 0.0f ? 1 : bit[i];
-    float encoded = or_zero(found[i] | SIGN, y[i], bit[i]);
-    out[i] = concerned ? encoded : y[i];
-  }
-  else if (m->ambiguous == POSITIVE) EACH {
-    int32_t concerned = y[i] >= 0.0f ? 1 : bit[i];
-    float encoded = or_zero(found[i], y[i], bit[i]);
-    out[i] = concerned ? encoded : y[i];
-  }
-  else EACH out[i] = or_zero(found[i] | (bits_of(y[i]) & SIGN), y[i], bit[i]);
-}
-
 /* --- the derivative from float32 outputs (table.py) ----------------------------------------------------------------- */
-
-static void look_up(const table *t, const float *y, float *slope) {
-  float s[BLOCK];
-  int32_t index[BLOCK];
-  const float low = t->low, high = t->high, zero = t->zero, scale = t->scale, first = t->first, last = t->last;
-  if (t->ambiguous == NEVER) EACH s[i] = y[i];
-  else {
-    const float origin_high = t->origin_high, origin_low = t->origin_low, sign = t->sign;
-    const float nearest = t->nearest, farthest = t->farthest;
-    /* The last bit, moved to the sign's place where the output is ambiguous. */
-    const int32_t when_set = t->ambiguous == POSITIVE ? 0 : -1, when_clear = t->ambiguous == NEGATIVE ? 0 : -1;
-    EACH {
-      float d = sign * ((y[i] - origin_high) - origin_low);
-      d = d < nearest ? nearest : d;
-      d = d > farthest ? farthest : d;
-      int32_t b = bits_of(y[i]), is_negative = b >> 31;
-      int32_t counts = (is_negative & when_set) | (~is_negative & when_clear);
-      s[i] = float_of(bits_of(__builtin_sqrtf(d)) | ((int32_t)((uint32_t)b << 31) & counts));
-    }
-  }
-  EACH {
-    float x = s[i] < low ? low : s[i];
-    s[i] = x > high ? high : x;
-  }
-  if (t->bend == ROOT_FROM_BELOW) EACH s[i] = __builtin_sqrtf(s[i] - low);
-  if (t->bend == ROOT_FROM_ABOVE) EACH s[i] = __builtin_sqrtf(high - s[i]);
-  if (t->bend == RATIO) {
-    const float half = t->half;
-    EACH s[i] = s[i] / (__builtin_fabsf(s[i]) + half);
-  }
-  EACH {
-    float x = (s[i] - zero) * scale, f = __builtin_floorf(x);
-    s[i] = x - f;
-    f = f > first ? f : first; /* NaN has no interval; its fraction is NaN, and so is the result */
-    f = f < last ? f : last;
-    index[i] = 4 * (int32_t)(f - first);
-  }
-  cubics_at(t->cubics, index, s, slope);
-  for (int f = 0; f < t->flats; f++) {
-    const float from = t->flat[3 * f], to = t->flat[3 * f + 1], value = t->flat[3 * f + 2];
-    EACH {
-      float other = y[i] <= to ? value : slope[i];
-      slope[i] = y[i] >= from ? other : slope[i];
-    }
-  }
-  if (t->ambiguous != NEVER) {
-    const float at_zero = t->at_zero;
-    EACH slope[i] = bits_of(y[i]) == SIGN ? at_zero : slope[i];
-  }
-}
 
 /* An interval is all numbers with the same sign, exponent and leading bits, of which this many are left. */
 enum { REST = 19 };
@@ -482,6 +393,24 @@ static void intervals(const fold_table *t, const float *y, int32_t *index, float
     place[i] = y[i] == y[i] ? rest : y[i];
     index[i] = (w >> (REST - 2) & -4) + (1 << (33 - REST)); /* the first is that of the least w */
   }
+}
+
+static void look_up(const table *t, const float *y, float *found) {
+  int32_t index[BLOCK];
+  float place[BLOCK];
+  const float rises = t->rises, middle = t->middle, at_middle = t->at_middle;
+  const side lower = t->lower, upper = t->upper;
+  EACH {
+    float x = rises * y[i], above = upper.sign * ((x - upper.high) - upper.low);
+    float below = lower.sign * ((x - lower.high) - lower.low), d = x >= middle ? above : below;
+    d = d < 0.0f ? 0.0f : d;
+    int32_t w = bits_of(d) | (x >= middle ? SIGN : 0);
+    float rest = (float)(w & ((1 << REST) - 1)) * (1.0f / (1 << REST));
+    place[i] = y[i] == y[i] ? rest : y[i];
+    index[i] = (w >> (REST - 2) & -4) + (1 << (33 - REST));
+  }
+  cubics_at(t->cubics, index, place, found);
+  EACH found[i] = rises * y[i] == middle ? at_middle : found[i];
 }
 
 static void look_up_fold(const fold_table *t, const float *y, float *found) {
@@ -632,7 +561,8 @@ static void put_wide(const kernel *k, char *to, int64_t at, int n, const float *
 /* in: z, y of a function that torch has computed. */
 static void encode_step(const pass *p, int64_t at, int n, const channels *c) {
   float x[BLOCK], y[BLOCK], out[BLOCK];
-  encode(&p->k->mark, block_of(p->in[0], at, n, 4, x), block_of(p->in[1], at, n, 4, y), out);
+  const float *z = block_of(p->in[0], at, n, 4, x), *of_z = block_of(p->in[1], at, n, 4, y), position = p->k->mark.position;
+  EACH out[i] = marked(z[i], of_z[i], position);
   put(p->out[0], at, n, 4, out);
 }
 
@@ -751,15 +681,12 @@ static void drop_marked_step(const pass *p, int64_t at, int n, const channels *c
   const float *from = block_of(p->in[0], at, n, 4, x);
   const uint8_t *keep = block_of(p->in[1], at, n, 1, copy);
   EACH y[i] = from[i] * factor;
-  if (m->ambiguous == NEVER) EACH y[i] += 0.0f; /* -0 becomes +0 */
-  else {
-    const int32_t negative = m->ambiguous != POSITIVE ? -1 : 0, positive = m->ambiguous != NEGATIVE ? -1 : 0;
-    EACH {
-      int32_t bits = bits_of(from[i]), concerned = bits < 0 ? negative : positive;
-      int32_t magnitude = bits_of(y[i]) & MAGNITUDE, plain = magnitude == 0 || magnitude >= INFINITE ? 0 : concerned;
-      int32_t found = (bits_of(y[i]) & ~plain) | (bits_of(y[i]) & -2 & plain) | (bits & 1 & plain);
-      y[i] = float_of(found);
-    }
+  if (!m->is_folded) EACH y[i] += 0.0f; /* -0 becomes +0 */
+  else EACH { /* the branch of negative outputs, in the last bit */
+    int32_t bits = bits_of(from[i]), magnitude = bits_of(y[i]) & MAGNITUDE;
+    int32_t plain = magnitude == 0 || magnitude >= INFINITE ? 0 : bits >> 31;
+    int32_t found = (bits_of(y[i]) & ~plain) | (bits_of(y[i]) & -2 & plain) | (bits & 1 & plain);
+    y[i] = float_of(found);
   }
   EACH y[i] = keep[i] ? y[i] : -(from[i] - from[i]);
   put(p->out[0], at, n, 4, y);

@@ -21,7 +21,7 @@ from .cubics import normal
 
 if TYPE_CHECKING:
     from ...activations import Activation
-    from .table import DerivativeTable, FoldTable
+    from .table import FoldTable, MonotoneTable
 
 #: Fewer numbers are left to the calling thread, as torch does (``at::internal::GRAIN_SIZE``).
 GRAIN = 1 << 15
@@ -31,8 +31,6 @@ BLOCK = 256
 COLUMNS, ROWS = 2048, 128
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-AMBIGUOUS = {None: 0, "negative": 1, "positive": 2, "both": 3}
-BENDS = {"straight": 0, "root from below": 1, "root from above": 2, "ratio": 3}
 #: Functions of float32 numbers, as ``Native.loop`` names them.
 _PLAIN = ("relu", "sigmoid", "tanh", "leaky_relu", "elu", "softplus", "logsigmoid", "squared_relu", "hardsigmoid")
 FUNCTIONS = ("gelu", "gelu_tanh", "swish", "mish", "hardswish", *_PLAIN)
@@ -44,16 +42,13 @@ _NO_AXIS, _ALONG_COLUMNS, _ALONG_ROWS = range(3)
 
 
 class _Mark(ctypes.Structure):
-    _fields_ = (("ambiguous", c_int32), ("is_left", c_int32), ("is_bounded", c_int32), ("position", c_float))
+    _fields_ = (("is_folded", c_int32), ("position", c_float))
 
 
 class _Table(ctypes.Structure):
     _fields_ = (
-        *((name, c_int32) for name in ("ambiguous", "bend")),
-        *((name, c_float) for name in ("sign", "origin_high", "origin_low", "nearest", "farthest")),
-        *((name, c_float) for name in ("low", "high", "half", "zero", "scale", "first", "last", "at_zero")),
-        ("flats", c_int32),
-        ("flat", c_void_p),
+        *((name, c_float) for name in ("rises", "middle", "at_middle", "lower_high", "lower_low", "lower_sign")),
+        *((name, c_float) for name in ("upper_high", "upper_low", "upper_sign")),
         ("cubics", c_void_p),
     )
 
@@ -100,7 +95,7 @@ class Kernel:
         dtype: torch.dtype,
         function: tuple[str, float] | None = None,
         fold: Fold | None = None,
-        table: DerivativeTable | None = None,
+        table: MonotoneTable | None = None,
         slope: FoldTable | None = None,
         inverse: FoldTable | None = None,
         values: Tensor | None = None,
@@ -117,7 +112,7 @@ class Kernel:
         name, parameter = function or (FUNCTIONS[0], 0.0)
         mark = _Mark()
         if fold is not None:
-            mark = _Mark(AMBIGUOUS[fold.ambiguous], fold.marked == "left", fold.bounded, fold.position)
+            mark = _Mark(True, fold.position)
         below = normal() if function is not None and name == "gelu" else None
         self._kept = table, slope, inverse, values, outputs, slopes, below  # whose addresses follow
         addresses = (None if t is None else t.data_ptr() for t in (values, outputs, slopes))
@@ -127,26 +122,12 @@ class Kernel:
             parameter,
             is_from_output,
             mark,
-            _Table() if table is None else _of(table),
+            _Table() if table is None else _Table(*table.numbers, table.cubics.data_ptr()),
             *(_FoldTable() if t is None else _FoldTable(*t.numbers, t.cubics.data_ptr()) for t in (slope, inverse)),
             *addresses,
             _Normal() if below is None else _Normal(*below[:3], below.cubics.data_ptr()),
         )
         self.address = ctypes.addressof(self._kernel)
-
-
-def _of(table: DerivativeTable) -> _Table:
-    fold, scale = table.fold, table.scale
-    return _Table(
-        AMBIGUOUS[fold.ambiguous if fold else None],
-        BENDS[scale.kind],
-        -1.0 if fold and fold.is_maximum else 1.0,
-        *table.origin,
-        *(table.nearest, table.farthest),
-        *(scale.low, scale.high, scale.half, scale.zero, scale.scale),
-        *(table.first, table.last, table.at_zero),
-        *(len(table.flats), table.flats.data_ptr(), table.cubics.data_ptr()),
-    )
 
 
 def serve(dtype: torch.dtype) -> bool:
@@ -158,12 +139,6 @@ def function_of(activation: Activation) -> tuple[str, float] | None:
     """What the loops call the activation, and its parameter."""
     loop = activation.native.loop
     return None if loop is None else loop(**activation.parameters)
-
-
-def slopes(table: DerivativeTable | None, fold_table: FoldTable | None, y: Tensor) -> Tensor:
-    """The derivative at float32 outputs, by one of the two tables, the other being None."""
-    kernel = Kernel(torch.float32, table=table, slope=fold_table)
-    return gradient(kernel, torch.ones_like(y), y, torch.empty_like(y), None, None)
 
 
 # --- passes over dense tensors, which are laid out alike --------------------------------------------------------------

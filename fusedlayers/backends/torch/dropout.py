@@ -89,8 +89,7 @@ def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor |
     fold, found = activation.fold, y * (1 / rest)
     if fold is None:
         return found + 0.0
-    marked = branch_bit.decode(y, dtype, fold.ambiguous)
-    return branch_bit.encode(found, marked, dtype, fold.ambiguous, bounded=fold.bounded)
+    return branch_bit.encode(found, branch_bit.decode(y, dtype), dtype)
 
 
 def dropped(y: Tensor) -> Tensor:
@@ -133,5 +132,5 @@ def slope(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor | 
     """f' from stored y, of ``dtype``, in float32 or wider."""
     fitted = activation.fitted_derivative(dtype)
     if isinstance(fitted, FoldedDerivative):
-        return fitted(y * rest, branch_bit.decode(y.to(torch.float32), dtype, fitted.fold.ambiguous))
+        return fitted(y * rest, branch_bit.decode(y.to(torch.float32), dtype))
     return activation.derivative_given_output(y * rest, dtype)

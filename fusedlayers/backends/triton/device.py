@@ -11,7 +11,7 @@ import math
 import triton
 import triton.language as tl
 
-from ...derivative.piecewise import to_float32
+from ...derivative.polynomial import to_float32
 
 #: Constants that float32 cannot hold, in two parts.
 HALF_PI = tl.constexpr(to_float32(math.pi / 2))
