@@ -9,13 +9,13 @@ Private attributes of torch's objects are used where the objects are, and nowher
 * tensors: ``_version``, ``_base``, ``_is_view``, ``_post_accumulate_grad_hooks``, and of sparse ones ``_indices``,
   ``_values``; storages: ``_cdata``;
 * modules: ``_parameters``, ``_buffers``, ``_modules``, ``_forward_hooks``, ``_forward_pre_hooks``, ``_backward_hooks``,
-  ``_backward_pre_hooks``, ``_save_to_state_dict``, ``_load_from_state_dict``,
-  ``_compiled_call_impl``, ``_reversed_padding_repeated_twice`` (convolutions),
-  ``_check_input_dim`` (batch norms); state dicts: ``_metadata``; styles of tensor parallelism:
+  ``_backward_pre_hooks``, ``_compiled_call_impl``, ``_reversed_padding_repeated_twice`` (convolutions),
+  ``_check_input_dim`` (batch norms); styles of tensor parallelism:
   ``_prepare_input_fn``, ``_prepare_output_fn``;
 * nodes of autograd: ``_sequence_nr``, ``_input_metadata``, ``_raw_saved_*``, ``_raw_saved_result``,
   ``_raw_saved_tensors``, ``_saved_self``, ``_saved_approximate``, ``_saved_dim``, ``_forward_cls`` (of a Function's
   node), and what ``recipes/replays.py`` reads of each;
+* selective checkpoints: their modes' ``storage``, and ``val`` of what that holds;
 * operators: ``_schema``, ``_overloadpacket``.
 
 Unless a comment says otherwise, torch 2.11 and 2.13 have the same.
@@ -37,9 +37,8 @@ from torch.autograd import Function, forward_ad
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, checkpoint
-from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__ = [
     "CPU_FLASH_ATTENTION",
@@ -61,7 +60,6 @@ __all__ = [
     "RecordFunction",
     "SavedTensor",
     "TorchDispatchMode",
-    "TreeSpec",
     "autocast_is_active",
     "backward_pass",
     "batch_norm_with_statistics",
@@ -88,7 +86,6 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "make_fx",
     "never_compile",
-    "no_dispatch",
     "parametrizations_are_cached",
     "pop_saved_tensors_hooks",
     "profiler_is_active",
@@ -195,11 +192,9 @@ FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 # FakeTensor: a tensor without data, which tracing computes shapes with.
 # OpOverload: the class of ``torch.ops.aten.add.Tensor``.
 # TorchDispatchMode: base of modes that see every operator. Its public documentation names this place.
-# TreeSpec: how containers nest, as ``tree_flatten`` returns it and ``tree_unflatten`` takes it.
 #: (tensor) -> bool: whether it is made of inner tensors, as DTensor is. (By torch's annotation no tensor is.)
 is_traceable_wrapper_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
-# no_dispatch: context in which operators run on real tensors, whatever modes are active.
-# tree_flatten: the leaves of nested containers, and how they nest.
+# tree_flatten: the leaves of nested containers, and how they nest, which tree_unflatten takes.
 # tree_leaves: the leaves of nested containers.
 # tree_map_only: a function applied to the leaves of one class.
 # tree_unflatten: leaves put back into nested containers.

@@ -1,5 +1,4 @@
-"""Small invertible modules, how their gradients are compared with plain autograd's, and a naive implementation, which
-has the faults that tests look for."""
+"""Small invertible modules, and how their gradients are compared with plain autograd's."""
 
 from __future__ import annotations
 
@@ -18,10 +17,6 @@ Values = tuple[Any, ...]
 EXACT = 1e-5
 
 
-class Log(list[Any]):
-    """What a module notes for a test in all runs. (What a second run puts into a plain list is thrown away.)"""
-
-
 class Scale(fl.InvertibleModule):
     """The simplest of them that has a parameter."""
 
@@ -30,7 +25,7 @@ class Scale(fl.InvertibleModule):
     def __init__(self, log_scale: float = 0.3) -> None:
         super().__init__()
         self.log_scale = nn.Parameter(torch.tensor(log_scale))
-        self.runs = Log()
+        self.runs: list[str] = []
 
     def function(self, x: Tensor) -> Tensor:
         self.runs.append("function")
@@ -121,32 +116,3 @@ def assert_exact(module: Any, *inputs: Any) -> None:
     """In float64, with gradients as plain autograd's, and buffers too."""
     found, wanted = steps(module, *inputs)
     assert worst(found, wanted) <= EXACT
-
-
-# --- what is wrong without care ---------------------------------------------------------------------------------------
-
-
-def naive(function: Callable[..., Any], inverse: Callable[..., Any], x: Tensor) -> Any:
-    """``function(x)`` as it is written first: x is overwritten, where it could also be freed and reading it would
-    crash, and written again by the backward pass."""
-    return _Naive.apply(function, inverse, x)
-
-
-class _Naive(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], inverse: Callable[..., Any], x: Tensor) -> Any:
-        y = function(x)
-        ctx.function, ctx.inverse, ctx.x, ctx.y = function, inverse, x.detach(), y.detach()
-        if not isinstance(x, nn.Parameter):
-            ctx.x.fill_(torch.nan)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:
-        with torch.no_grad():
-            ctx.x.copy_(ctx.inverse(ctx.y))
-        del ctx.y
-        with torch.enable_grad():
-            x = ctx.x.detach().requires_grad_()
-            y = ctx.function(x)
-        return None, None, torch.autograd.grad(y, x, dy)[0]

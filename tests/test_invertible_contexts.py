@@ -4,7 +4,6 @@ might break the mechanism in ``invertible/call.py``."""
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 import threading
 import warnings
@@ -17,7 +16,6 @@ import pytest
 import torch
 from inverting import (
     EXACT,
-    Log,
     Scale,
     assert_exact,
     dense,
@@ -28,7 +26,6 @@ from inverting import (
     plain,
     randn,
     step,
-    steps,
     worst,
 )
 from torch import Tensor, nn
@@ -174,24 +171,31 @@ def test_in_sublinear_ones() -> None:
     assert_exact(fl.InvertibleSequential(*blocks).double(), randn(6, 8))
 
 
-@pytest.mark.parametrize("backward_too", [False, True])
-def test_autocast(backward_too: bool) -> None:
-    module = mixed().float()
-    x = randn(6, 8, dtype=torch.float32)
-    gradients = []
+@pytest.mark.parametrize("enabled", [True, False])
+def test_autocast(enabled: bool) -> None:
+    """It is replayed, also where the backward pass is itself under another one."""
+    module, x = mixed().float(), randn(6, 8, dtype=torch.float32).requires_grad_()
+    found = []
     for inner in (module, plain(module)):
-        leaf = x.clone().requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = loss_of(inner(leaf))
-            if backward_too:
-                loss.backward()
-        if not backward_too:
-            loss.backward()
-        gradients.append([leaf.grad, *(p.grad for p in inner.parameters())])
-    with torch.autocast("cpu", torch.bfloat16), warnings.catch_warnings():
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            loss = loss_of(inner(x))
+        with torch.autocast("cpu", torch.bfloat16, enabled=not enabled):
+            found.append(torch.autograd.grad(loss, [x, *inner.parameters()]))
+    with torch.autocast("cpu", torch.bfloat16, enabled=enabled), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         predicted = module.check(x).gradient_error
-    assert error(*gradients) <= 4 * predicted + torch.finfo(torch.bfloat16).eps
+    # What is computed in bfloat16 is the same from inputs that err by float32's rounding, but where rounding turns.
+    assert error(*found) <= 4 * predicted + (2**-8 if enabled else 1e-6)
+
+
+def test_an_inverse_runs_under_its_own_autocast() -> None:
+    """In the recomputation of the call before it, which ran under another one."""
+    module, x = net(2), randn(6, 8, dtype=torch.float32).requires_grad_()
+    y = module[0](x)
+    with torch.autocast("cpu", torch.bfloat16):
+        z = module[1](y)
+    found = torch.autograd.grad(loss_of(y.sin()), x)
+    assert z.requires_grad and error(found, torch.autograd.grad(loss_of(plain(module)[0](x).sin()), x)) <= 1e-5
 
 
 # Dynamo looks for a gradient of what comes out of a graph break.
@@ -238,33 +242,15 @@ def test_tensor_and_module_hooks() -> None:
 # --- branches ---------------------------------------------------------------------------------------------------------
 
 
-def _auxiliary_before(m: Any, x: Tensor) -> Any:
-    y = m[0](x)
-    auxiliary = y.square().sum()
-    return m[1](y), auxiliary
-
-
 def _auxiliary_after(m: Any, x: Tensor) -> Any:
     y = m[0](x)
     z = m[1](y)
     return z, y.square().sum()
 
 
-def _auxiliary_alone(m: Any, x: Tensor) -> Any:
-    y = m[0](x)
-    m[1](y)
-    return y.square().sum()
-
-
 def _two_users(m: Any, x: Tensor) -> Any:
     y = m[0](x)
     return m[1](y), m[2](y)
-
-
-def _two_users_of_which_one_is_used(m: Any, x: Tensor) -> Any:
-    y = m[0](x)
-    first, second = m[1](y), m[2](y)
-    return second + 0 * first.detach()
 
 
 def _residual(m: Any, x: Tensor) -> Any:
@@ -273,21 +259,9 @@ def _residual(m: Any, x: Tensor) -> Any:
     return x
 
 
-def _dense_connections(m: Any, x: Tensor) -> Any:
-    seen = [x]
-    for inner in m:
-        seen.append(inner(sum(seen)))  # type: ignore[arg-type]
-    return tuple(seen[1:])
-
-
 def _chunks_between(m: Any, x: Tensor) -> Any:
     a, b = m[0](x).chunk(2, 0)
     return m[1](a), m[2](b)
-
-
-def _detached_between(m: Any, x: Tensor) -> Any:
-    y = m[0](x)
-    return m[1](y.detach()), m[2](y)
 
 
 def _backward_in_parts(m: Any, x: Tensor) -> Any:
@@ -305,13 +279,6 @@ def _part_of_two_streams(m: Any, x: Tensor) -> Any:
     return b
 
 
-def _streams_swapped(m: Any, x: Tensor) -> Any:
-    a, b = x.chunk(2, 1)
-    for inner in m:
-        b, a = inner(a, b)
-    return a, b
-
-
 def _streams_mixed(m: Any, x: Tensor) -> Any:
     a, b = m[0](*x.chunk(2, 1))
     c, d = m[1](b, b)
@@ -326,40 +293,12 @@ def _forwards_before_backwards(m: Any, x: Tensor) -> Any:
     return first.sin() + second
 
 
-def _backwards_before_forwards(m: Any, x: Tensor) -> Any:
-    first = m(x)
-    second = m(first)
-    loss_of(second).backward(retain_graph=True)
-    return first, m(x)
-
-
 USES = [f for name, f in list(globals().items()) if name.startswith("_") and getattr(f, "__code__", None)]
 
 
 @pytest.mark.parametrize("use", [f for f in USES if not f.__name__.startswith("__")], ids=lambda f: f.__name__)
 def test_uses(use: Any) -> None:
     compared(use, net().double())
-
-
-def test_inputs_and_outputs_edited_in_between() -> None:
-    """What nobody needs any more may be edited, where plain autograd would need it and raise."""
-
-    def use(m: Any, x: Tensor, edit: bool) -> Tensor:
-        z = 1 * x
-        y = m[0](z)
-        out = m[1](y)
-        if edit:
-            with torch.no_grad():
-                z.zero_(), y.zero_()
-        return out
-
-    module, x = linears(2, 8).double(), randn(6, 8)
-    parameters = list(module.parameters())
-    found, wanted = (step(lambda x, e=edit: use(module, x, e), (x,), parameters) for edit in (True, False))
-    assert worst(found, wanted) <= EXACT
-    other = plain(module)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        step(lambda x: use(other, x, True), (x,), list(other.parameters()))
 
 
 def test_mixed_wishes_for_gradients() -> None:
@@ -383,16 +322,6 @@ def test_mixed_wishes_for_gradients() -> None:
                 for y, m in zip(outputs, (module, other), strict=True)
             ]
             assert worst(*gradients) <= EXACT
-
-
-def test_empty_batches() -> None:
-    for module in (
-        net().double(),
-        linears(3, 8).double(),
-        fl.InvertibleSequential(fl.InvertibleActivation("elu")).double(),
-    ):
-        found, wanted = steps(module, randn(0, 8))
-        assert all(a is None or a.shape == b.shape for a, b in zip(found, wanted, strict=True))  # type: ignore[union-attr]
 
 
 def test_shared_parameters_and_modules() -> None:
@@ -436,6 +365,72 @@ def test_lazy_networks_draw_their_dropout_again() -> None:
     assert worst(found, torch.autograd.grad(loss_of(again), [x, *module.parameters()])) <= EXACT
 
 
+@pytest.mark.parametrize("no_grad", [False, True])
+def test_an_output_that_is_edited_in_place_raises(no_grad: bool) -> None:
+    """Of one that another call computes edits do not matter, where autograd does not see them."""
+
+    def edited(place: int, call: Any) -> list[Tensor | None]:
+        def function(x: Tensor) -> Tensor:
+            y = call(lambda x: 2 * x + 1, lambda y: (y - 1) / 2, 1 * x)
+            z = call(torch.exp, torch.log, y)
+            with torch.set_grad_enabled(not no_grad):
+                (y, z)[place].mul_(3)
+            return z
+
+        return step(function, (randn(4),))
+
+    def ours(function: Any, inverse: Any, x: Tensor) -> Any:
+        return fl.invertible_checkpoint(function, x, inverse=inverse)
+
+    with pytest.raises(RuntimeError, match="modified inplace"):  # what torch says of what a Function returned
+        edited(1, ours)
+    if no_grad:
+        wanted = step(lambda x: (2 * x + 1).exp(), (randn(4),))
+        assert worst(edited(0, ours), wanted) <= EXACT
+    y = net()(randn(2, 8, dtype=torch.float32))
+    loss = y.sum()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match=r"AdditiveCoupling: output 0 was modified by an in-place operation.*clone"):
+        loss.backward()
+
+
+def test_a_second_backward_pass() -> None:
+    module, x = net().double(), randn(2, 8).requires_grad_()
+    loss = loss_of(module(x))
+    found = [torch.autograd.grad(loss, [x, *module.parameters()], retain_graph=again) for again in (True, True, False)]
+    assert all(error(found[0], other) == 0 for other in found[1:])
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        torch.autograd.grad(loss, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_drift_of_50_linears(dtype: torch.dtype) -> None:
+    """Weights as nn.Linear begins with amplify what is lost by 1e5 and more; orthogonal ones by less than their
+    number, also while they are trained."""
+    eps = torch.finfo(dtype).eps
+    x = randn(32, 16, dtype=dtype)
+    usual, trained = linears(50).to(dtype), linears(50).to(dtype)
+    assert trained.check(x).drift < 50 * eps
+    for layer in usual:
+        nn.init.kaiming_uniform_(layer.weight, a=5**0.5)
+        nn.init.uniform_(layer.bias, -0.25, 0.25)
+    with pytest.warns(UserWarning, match=r"over 50 modules, computed inputs drift by .*Orthogonal weights"):
+        report = usual.check(x, rtol=0, atol=0)
+    assert report.drift > 1e5 * eps
+    for layer in trained:
+        fl.orthogonal(layer)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.05)
+    losses = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = (trained(x) - x.flip(0)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and trained.check(x).drift < 50 * eps * 4
+
+
 # --- going on after errors, threads -----------------------------------------------------------------------------------
 
 
@@ -445,7 +440,7 @@ class Sometimes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.runs_until_error = Log([-1])
+        self.runs_until_error = [-1]
 
     def forward(self, x: Tensor) -> Tensor:
         self.runs_until_error[0] -= 1
@@ -459,36 +454,21 @@ def test_going_on_after_an_error(run: int) -> None:
     """Two forward runs, then two for the backward pass."""
     network = Sometimes()
     module = fl.InvertibleSequential(*(fl.AdditiveCoupling(network) for _ in range(2))).double()
-    assert_exact(module, randn(2, 8))
-    state = torch.get_rng_state()
-    network.runs_until_error[0] = run
+    y = module(randn(2, 8)).sum()
+    after = torch.get_rng_state()
+    network.runs_until_error[0] = run % 2
     with pytest.raises(KeyError):
-        module(randn(2, 8)).sum().backward()
-    if run in (2, 3):
-        torch.set_rng_state(state)
-        network.runs_until_error[0] = -1
-        y = module(randn(2, 8))
-        after = torch.get_rng_state()
-        network.runs_until_error[0] = run - 2
-        with pytest.raises(KeyError):
-            y.sum().backward(retain_graph=True)
+        y.backward(retain_graph=True) if run > 1 else module(randn(2, 8))
+    network.runs_until_error[0] = -1
+    if run > 1:
         assert torch.equal(after, torch.get_rng_state())
-        network.runs_until_error[0] = -1
-        module.zero_grad()
-        y.sum().backward()
-        found = [p.grad for p in module.parameters()]
-        torch.set_rng_state(state)
-        other = plain(module)
-        other.zero_grad()
-        other(randn(2, 8)).sum().backward()
-        assert worst(found, [p.grad for p in other.parameters()]) <= EXACT
+        y.backward()
     assert_exact(module, randn(2, 8))
 
 
 def test_threads() -> None:
-    """Forward passes in one, backward passes in another, and several at once."""
-    module = net().double()
-    x = randn(2, 8)
+    """Several at once, each backward pass in another one than its forward pass."""
+    module, x = net().double(), randn(2, 8)
     wanted = step(plain(module), (x,))
     found: list[Any] = []
 
@@ -496,8 +476,10 @@ def test_threads() -> None:
         for _ in range(5):
             leaf = x.clone().requires_grad_()
             y = module(leaf)
-            (dx,) = torch.autograd.grad(loss_of(y), leaf)
-            found.append([y.detach(), dx])
+            backward = threading.Thread(target=loss_of(y).backward, kwargs={"inputs": [leaf]})
+            backward.start()
+            backward.join()
+            found.append([y.detach(), leaf.grad])
 
     threads = [threading.Thread(target=work) for _ in range(4)]
     for thread in threads:
@@ -506,51 +488,19 @@ def test_threads() -> None:
         thread.join()
     assert len(found) == 20 and all(worst(one, wanted) <= EXACT for one in found)
 
-    leaf = x.clone().requires_grad_()
-    loss = loss_of(module(leaf))
-    thread = threading.Thread(target=loss.backward)
-    thread.start()
-    thread.join()
-    assert worst([leaf.grad], wanted[1:]) <= EXACT
-
-
-# --- the library's own ------------------------------------------------------------------------------------------------
-
-
-def test_memory_report() -> None:
-    module, x = net(4, 32), randn(64, 64, dtype=torch.float32)
-    kept = fl.memory_report(module, x)
-    whole = fl.memory_report(plain(module), x)
-    assert kept.saved_bytes < whole.saved_bytes / 4
-
 
 # --- copies -----------------------------------------------------------------------------------------------------------
 
 
 def test_copies() -> None:
-    module = fl.InvertibleSequential(
-        *mixed(), fl.InvertibleFlatten(), fl.orthogonal(fl.InvertibleLinear(8, 8))
-    ).double()
-    module[0].invertible = False
-    module[1].seed = False
+    module = mixed()
+    module[0].checkpoint = False
     x = randn(6, 8)
     module(x)  # what a call leaves in a module must not be in the way
     wanted = step(module, (x,), list(module.parameters()))
-    parametrized = module[:-1]  # torch does not pickle these
-    copies: list[Any] = [copy.deepcopy(module)]
-    for other in copies:
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
         assert worst(step(other, (x,), list(other.parameters())), wanted) <= EXACT
-        assert not other[0].invertible and not other[1].seed
-    loaded = pickle.loads(pickle.dumps(parametrized))
-    assert worst(*(step(m, (x,), list(m.parameters())) for m in (parametrized, loaded))) <= EXACT
-    file = io.BytesIO()
-    torch.save(module.state_dict(), file)
-    file.seek(0)
-    fresh = copy.deepcopy(module)
-    for p in fresh.parameters():
-        nn.init.ones_(p)
-    fresh.load_state_dict(torch.load(file, weights_only=True))
-    assert worst(step(fresh, (x,), list(fresh.parameters())), wanted) <= EXACT
+        assert not other[0].checkpoint and other[1].checkpoint
 
 
 # --- engines ----------------------------------------------------------------------------------------------------------
@@ -587,7 +537,6 @@ def _sharded(model: Any, by_network: bool) -> Any:
 ENGINES: dict[str, Callable[[Any], Any]] = {
     "ddp": DDP,
     "ddp, static graph": lambda model: DDP(model, static_graph=True),
-    "ddp, plain": lambda model: DDP(plain(model)),
     "fsdp": lambda model: _sharded(model, False),
     "fsdp, by network": lambda model: _sharded(model, True),
     "fsdp, whole": lambda model: fully_shard(

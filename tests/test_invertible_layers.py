@@ -78,9 +78,6 @@ def _layers() -> dict[str, tuple[Any, tuple[Tensor, ...]]]:
         "conv1d": (fl.InvertibleConv1d(4, 4, 1), (randn(3, 4, 5),)),
         "conv2d": (fl.InvertibleConv2d(4, 4, 1), (images,)),
         "conv2d, patches": (fl.InvertibleConv2d(4, 16, 2, bias=False), (images,)),
-        "conv2d, overlapping": (fl.InvertibleConv2d(4, 40, 3, 1, padding=1), (images,)),
-        "conv2d, overlapping by half": (fl.InvertibleConv2d(4, 64, (4, 2), (2, 1)), (images,)),
-        "conv2d, dilated": (fl.InvertibleConv2d(4, 16, 2, 1, dilation=2), (images,)),
         "conv2d, groups": (fl.InvertibleConv2d(4, 16, 2, groups=2), (images,)),
         "conv2d, one image": (fl.InvertibleConv2d(4, 4, 1), (images[0],)),
         "conv2d, orthogonal": (fl.orthogonal(fl.InvertibleConv2d(4, 16, 2)), (images,)),
@@ -175,17 +172,17 @@ def activation(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_activations_in_float64(name: str) -> None:
-    """Folded ones keep their input."""
+    """Folded ones are left to autograd."""
     x = randn(500)
     x = x[x.abs() > 1e-2]  # the derivative of cbrt has a pole at zero
     module = activation(name).double()
     found, wanted = steps(module, x)
     assert worst(found, wanted) <= EXACT
-    is_folded = fl.InvertibleActivation(name).activation.is_folded
-    assert saved_bytes(module, (1 * x).requires_grad_()) == x.nbytes * (1 + is_folded)
-    assert (
-        fl.InvertibleActivation(name)(1 * x.requires_grad_()).grad_fn.name() == "InvertibleOutputBackward"
-    ) != is_folded
+    saved = saved_bytes(module, (1 * x).requires_grad_())
+    if fl.InvertibleActivation(name).activation.is_folded:
+        assert x.nbytes < saved <= saved_bytes(plain(module), (1 * x).requires_grad_())
+    else:
+        assert saved == x.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

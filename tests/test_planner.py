@@ -8,16 +8,17 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from fusedlayers.checkpoint import search
+from fusedlayers.checkpoint import planner
 from fusedlayers.checkpoint.measurement import ChildCosts
 from fusedlayers.checkpoint.planner import (
+    BUDGET_STEPS,
     Plan,
+    Segment,
     plan_balanced,
     plan_of_lengths,
     plan_within_budget,
 )
 from fusedlayers.checkpoint.recompute import RECOMPUTE, Recompute
-from fusedlayers.checkpoint.search import BUDGET_STEPS, Segment
 
 ALL_MODES: tuple[Recompute, ...] = RECOMPUTE  # type: ignore[assignment]
 MODES: list[tuple[Recompute, ...]] = [("nothing", "all"), ("nothing", "cheap"), ALL_MODES]
@@ -204,8 +205,8 @@ def test_many_children_are_planned_within_their_budget_too(monkeypatch: pytest.M
     sequence = [child for seed in range(20) for child in children(seed)][:40]
     eager = plan_within_budget(sequence, 10**9, ALL_MODES).eager_bytes
     plans = []
-    for states in (1, search.MAX_STATES):
-        monkeypatch.setattr(search, "MAX_STATES", states)
+    for states in (1, planner.MAX_STATES):
+        monkeypatch.setattr(planner, "MAX_STATES", states)
         plans.append(plan_within_budget(sequence, eager // 2, ALL_MODES))
         agrees(plans[-1], sequence)
         assert plans[-1].peak_bytes <= eager // 2

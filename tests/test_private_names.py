@@ -30,8 +30,7 @@ SOURCE = (PACKAGE / "_torch.py").read_text()
 ATTRIBUTES = {
     *("_version", "_base", "_is_view", "_indices", "_values", "_post_accumulate_grad_hooks", "_cdata"),
     *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
-    *("_backward_pre_hooks", "_save_to_state_dict", "_load_from_state_dict", "_metadata"),
-    *("_reversed_padding_repeated_twice", "_check_input_dim"),
+    *("_backward_pre_hooks", "_reversed_padding_repeated_twice", "_check_input_dim"),
     "_compiled_call_impl",
     *("_prepare_input_fn", "_prepare_output_fn"),
     *(
@@ -451,7 +450,7 @@ class _Subclass(Tensor):
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
-@check("FakeTensor", "FAKE_MODE", "no_dispatch")
+@check("FakeTensor", "FAKE_MODE")
 def _() -> None:
     from torch._subclasses import FakeTensorMode
 
@@ -459,8 +458,6 @@ def _() -> None:
     with FakeTensorMode():
         assert ask()
         assert isinstance(torch.ones(2), _torch.FakeTensor)
-        with _torch.no_dispatch():
-            assert not isinstance(torch.ones(2), _torch.FakeTensor)
     assert not ask()
 
 
@@ -477,11 +474,11 @@ def _() -> None:
     assert not _torch.is_traceable_wrapper_subclass(torch.ones(2))
 
 
-@check("TreeSpec", "tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten")
+@check("tree_flatten", "tree_leaves", "tree_map_only", "tree_unflatten")
 def _() -> None:
     tree = {"a": [1, "two"], "b": (3,)}
     leaves, spec = _torch.tree_flatten(tree)
-    assert leaves == _torch.tree_leaves(tree) == [1, "two", 3] and isinstance(spec, _torch.TreeSpec)
+    assert leaves == _torch.tree_leaves(tree) == [1, "two", 3]
     assert _torch.tree_unflatten(leaves, spec) == tree
     assert _torch.tree_map_only(int, float, tree) == {"a": [1.0, "two"], "b": (3.0,)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import re
-import types
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,6 @@ from torch.distributed.tensor import DTensor
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
@@ -93,8 +91,7 @@ def test_results_of_products_are_kept_and_the_rest_computed_again(name: str) -> 
     assert counts["all"] - counts["cheap"] == 2
 
 
-@every_mode
-def test_backward_passes_again_and_of_second_order(recompute: Any) -> None:
+def test_backward_passes_again_and_of_second_order() -> None:
     parts = [nn.Sequential(nn.Linear(8, 8, dtype=torch.float64), nn.Tanh()) for _ in range(4)]
     x = rows().double()
 
@@ -107,11 +104,14 @@ def test_backward_passes_again_and_of_second_order(recompute: Any) -> None:
         loss = torch.stack([gradient.square().sum() for gradient in first]).sum()
         return [*found, *first, *torch.autograd.grad(loss, sources, allow_unused=True)[:-1]]
 
-    plain, net = twins(parts, segments=2, recompute=recompute)
+    plain, net = twins(parts, segments=2)
     expected = all_of(plain)
     for found, reference in zip(all_of(net), expected, strict=True):
         # Where a graph is built, gradients are summed in another order: as exact as torch's own second run.
         torch.testing.assert_close(found, reference, rtol=1e-12, atol=1e-12)
+    net.recompute = "cheap"
+    with pytest.raises(RuntimeError, match="only allowed to backward once"):
+        all_of(net)
 
 
 def test_a_second_backward_pass_without_retain_graph_raises() -> None:
@@ -133,27 +133,6 @@ FUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
         (4, 8, 16, 16),
     ),
 }
-
-
-@pytest.mark.parametrize("recompute", ["all", "cheap"])
-@pytest.mark.parametrize("name", FUSED)
-def test_fused_layers_inside(name: str, recompute: str) -> None:
-    make, shape = FUSED[name]
-    plain, net = twins(make(), segments=2, recompute=recompute)
-    exact = copy.deepcopy(plain).double()
-    x = torch.randn(*shape)
-    found, expected, reference = outcome(net, x), outcome(plain, x), outcome(exact, x.double())
-    if recompute == "all":
-        same(found, expected)
-    else:  # what is kept may not be written over, so that plain operations run: as exact as torch's
-        for a, b, r in zip(found[:-2], expected[:-2], reference[:-2], strict=True):
-            scale = r.abs().max().clamp_min(1e-30)
-            assert (a - r).abs().max() / scale <= 4 * (b - r).abs().max() / scale + 4e-7
-    leaf = x.clone().requires_grad_()
-    assert net.plan is not None
-    if recompute == "all":
-        assert saved_inside(net, leaf) == pytest.approx(net.plan.saved_bytes, rel=0.01)
-        assert net.plan.saved_bytes < net.plan.eager_bytes
 
 
 def test_reports_name_what_is_kept() -> None:
@@ -198,14 +177,6 @@ def test_torch_func_and_tracers_see_plain_operations() -> None:
 class Functional(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
         return fl.sublinear(super().forward, x)  # type: ignore[no-any-return]
-
-
-def lambda_module(function: Callable[[Tensor], Tensor], of: nn.Sequential) -> nn.Module:
-    class Lambda(nn.Sequential):
-        def forward(self, x: Tensor) -> Tensor:
-            return function(x)
-
-    return Lambda(*of)
 
 
 @pytest.mark.parametrize("recompute", ["all", "cheap"])
@@ -269,21 +240,18 @@ def test_inside_and_around_torchs_checkpoint() -> None:
     plain, net = nn.Sequential(*parts), fl.SublinearSequential(*parts, segments=2)
     x = rows()
     expected = outcome(plain, x)
-    same(outcome(lambda_module(lambda x: checkpoint(net, x, use_reentrant=False), plain), x), expected)
+    same(outcome(Checkpointed(net), x), expected)
     inside = fl.SublinearSequential(*(Checkpointed(part) for part in parts), segments=2)
     same(outcome(inside, x), expected)
 
 
 class Failing(nn.Module):
     fails_in: str | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = types.SimpleNamespace(count=0)  # of all runs: what a second one sets on the module is thrown away
+    calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls.count += 1
-        if self.fails_in == "forward" or (self.fails_in == "again" and self.calls.count > 1):
+        self.calls += 1
+        if self.fails_in == "forward" or (self.fails_in == "again" and self.calls > 1):
             raise KeyError("on purpose")
         y = x.sin()
         if self.fails_in == "backward":
@@ -306,7 +274,7 @@ def test_an_error_leaves_all_as_it_was(where: str, recompute: str) -> None:
     same(outcome(net, x), outcome(plain, x))
     plain.load_state_dict(net.state_dict())
     buffers = list(net.buffers())
-    failing.fails_in, failing.calls.count = where, 0
+    failing.fails_in, failing.calls = where, 0
     with pytest.raises(KeyError, match="on purpose"):
         net(x).sum().backward()
     failing.fails_in = None
@@ -374,24 +342,24 @@ def test_several_processes(tmp_path: Path) -> None:
                 torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize("recompute", ["all", "cheap", "nothing"])
-def test_fused_layers_are_planned_as_they_run(recompute: Any) -> None:
-    torch.manual_seed(0)
-
-    def block() -> nn.Module:
-        return nn.Sequential(fl.FusedDenseAct(32, 64, "gelu"), fl.FusedDenseAct(64, 32, "silu"), nn.LayerNorm(32))
-
-    x = torch.randn(64, 32)
-    net = fl.SublinearSequential(*(block() for _ in range(6)), recompute=recompute)
-    net(x)
-    kept = saved_bytes(net, x, exclude=[net, x])
-    if recompute == "nothing":
-        net.recompute, net.memory_budget_bytes = None, kept // 2
-        net(x)
-        kept = saved_bytes(net, x, exclude=[net, x])
-        assert net.plan is not None and kept <= net.memory_budget_bytes
-    assert net.plan is not None
-    assert kept == pytest.approx(net.plan.saved_bytes, rel=0.02)
+@pytest.mark.parametrize("recompute", ["all", "cheap", None])
+@pytest.mark.parametrize("name", FUSED)
+def test_fused_layers_inside_are_planned_as_they_run(name: str, recompute: Any) -> None:
+    """None: with half of the bytes as a budget."""
+    make, shape = FUSED[name]
+    parts, x = [*make(), *make()], torch.randn(*shape)
+    plain, net = twins(parts, recompute=recompute)
+    kept = saved_bytes(plain, x, exclude=[plain, x])
+    if recompute is None:
+        net.memory_budget_bytes = int(0.6 * kept)
+    found, expected, reference = outcome(net, x), outcome(plain, x), outcome(copy.deepcopy(plain).double(), x.double())
+    # What "cheap" saves may not be written over, so that plain operations run: as exact as torch's.
+    for a, b, r in zip(found[:-1], expected[:-1], reference[:-1], strict=True):
+        scale = r.abs().max().clamp_min(1e-30)
+        assert torch.equal(a, b) or (a - r).abs().max() / scale <= 4 * (b - r).abs().max() / scale + 4e-7
+    leaf = x.clone().requires_grad_()
+    assert net.plan is not None and saved_inside(net, leaf) == pytest.approx(net.plan.saved_bytes, rel=0.02)
+    assert net.plan.saved_bytes <= net.plan.eager_bytes
 
 
 def test_a_module_that_a_function_can_reach_may_be_trained_meanwhile() -> None:

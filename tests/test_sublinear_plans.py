@@ -50,10 +50,10 @@ ASKED: list[dict[str, Any]] = [
     {"recompute": "all"},
     {"recompute": "cheap"},
     {"segments": 2, "recompute": "cheap"},
-    {"memory_budget_bytes": 450_000, "recompute": "all"},
-    {"memory_budget_bytes": 450_000, "recompute": "cheap"},
-    {"memory_budget_bytes": 300_000},
-    {"memory_budget_bytes": 400_000},
+    {"memory_budget_bytes": 1_800_000, "recompute": "all"},
+    {"memory_budget_bytes": 1_800_000, "recompute": "cheap"},
+    {"memory_budget_bytes": 1_200_000},
+    {"memory_budget_bytes": 1_600_000},
     {"memory_budget_bytes": 10**9},
 ]
 

@@ -22,8 +22,7 @@ from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, tr
 from ..utils.autograd_graph import as_interior, attributes_of, nodes_of
 from ..utils.module_state import unchanged
 from ..utils.storages import sizes_of, tensors_in
-from .selective import products
-from .state_snapshot import recomputed_region
+from .recompute import products
 
 _WAS_KEPT = (
     "a child of SublinearSequential kept a tensor of the run in which the container measures its children; call the "
@@ -50,6 +49,7 @@ class ChildCosts(NamedTuple):
         cost_without_products: of running what is no product.
         writes_input: whether it modifies its input in place.
         returns_input: whether its output is its input, or a view of it.
+        writes_product: whether it modifies the result of a product in place.
         selective: the same where results of products are saved, if that was asked for: fused layers run layer by layer
             then.
     """
@@ -65,17 +65,17 @@ class ChildCosts(NamedTuple):
     cost_without_products: float
     writes_input: bool = False
     returns_input: bool = False
+    writes_product: bool = False
     selective: ChildCosts | None = None
 
 
 def measure(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_selective: bool = False) -> list[ChildCosts]:
-    """Run each child once, or once in each way; modules, inputs and random numbers are put back as they were."""
+    """Run each child once, or once in each way; buffers, inputs and random numbers are put back as they were."""
     modules = [module for child in children for module in child.modules()]
     found = []
-    # In a recomputed region, as the children will run: single invertible modules save nothing there.
-    with unchanged(modules, tensors_in(inputs), attributes=True), recomputed_region(), torch.enable_grad():
+    with unchanged(modules, tensors_in(inputs)), torch.enable_grad():
         for child in children:
-            costs, output = _measured(child, inputs, is_selective=False)
+            costs, output = _measured(child, inputs)
             if is_selective:
                 costs = costs._replace(selective=_measured(child, inputs, is_selective=True)[0])
             found.append(costs)
@@ -83,7 +83,7 @@ def measure(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_select
     return found
 
 
-def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) -> tuple[ChildCosts, Any]:
+def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool = False) -> tuple[ChildCosts, Any]:
     # Copies, for the child may overwrite them, and be measured once more.
     inputs = tree_map_only(Tensor, _detached_copy, inputs)
     versions = [tensor._version for tensor in tensors_in(inputs)]
@@ -101,7 +101,7 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) 
     owned = sizes_of([*child.parameters(), *child.buffers()])
     of_inputs, of_output = sizes_of(tensors_in(inputs)), sizes_of(tensors_in(output))
     of_saved = {key: size for key, size in sizes_of(saved).items() if key not in owned}
-    of_products = sizes_of(costs.results)
+    of_products = sizes_of(result for result, _ in costs.results)
     edges = of_inputs.keys() | of_output.keys()
     return ChildCosts(
         input_bytes=sum(of_inputs.values()),
@@ -115,6 +115,7 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool) 
         cost_without_products=costs.of_others,
         writes_input=versions != [tensor._version for tensor in tensors_in(inputs)],
         returns_input=not of_inputs.keys().isdisjoint(of_output),
+        writes_product=any(result._version != version for result, version in costs.results),
     ), output
 
 
@@ -130,7 +131,8 @@ class _Costs(TorchDispatchMode):
     def __init__(self, keeps_results: bool) -> None:
         super().__init__()
         self.keeps_results = keeps_results  # ``plan.py`` reads it
-        self.results: list[Tensor] = []
+        #: Of products, with their versions.
+        self.results: list[tuple[Tensor, int]] = []
         self.of_products = self.of_others = 0.0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -138,7 +140,7 @@ class _Costs(TorchDispatchMode):
         packet = getattr(func, "_overloadpacket", None)
         if packet in products():
             found = list(tensors_in(result))
-            self.results += found
+            self.results += [(tensor, tensor._version) for tensor in found]
             operations = _operations(packet, args, kwargs or {}, result)
             self.of_products += _bytes_moved(args, result) + operations / _operations_per_byte(found)
         elif not getattr(func, "is_view", False):

@@ -1,25 +1,40 @@
 """Choose which children of a sequence to recompute, and in which segments: the least work within a number of bytes.
 
 A recomputed segment saves its input. While it is recomputed, everything that its children save is held, besides what
-the segments before it have saved; what belonged to later segments is gone by then.
+the segments before it have saved; what belonged to later segments is gone by then. Not counted are gradients, and what
+operators allocate for themselves.
 
-Among the plans whose peak fits the budget, ``search.py`` finds the one of least cost. Without a budget, the smallest
-one that any plan fits in is used (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", for children of
-any size).
-
-Not counted are gradients, and what operators allocate for themselves.
+Among the plans whose peak fits the budget, dynamic programming over (bytes saved so far, cost so far) finds the one of
+least cost: states that are no better than another one in both are dropped. The time is quadratic in the length of the
+sequence for each state. Of long sequences not all states are continued, so that what is found may cost more than the
+best; it still fits the budget. Without a budget, the smallest one that any plan fits in is used (Chen et al. 2016,
+"Training Deep Nets with Sublinear Memory Cost", for children of any size).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
 from ..utils.formatting import size_text
 from .measurement import ChildCosts
 from .recompute import Recompute
-from .search import START, Option, Segment, cheapest, smallest_budget
+
+#: How finely the smallest budget is searched for: in steps of this part of the most that may be saved.
+BUDGET_STEPS = 1024
+#: How many states are continued, all together; a few neighbours have as many as they need.
+MAX_STATES = 4096
+
+
+class Segment(NamedTuple):
+    """The children from ``start`` to before ``stop``, and how they run."""
+
+    start: int
+    stop: int
+    recompute: Recompute
 
 
 @dataclass(frozen=True)
@@ -58,131 +73,200 @@ def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes
     Raises:
         ValueError: no plan is that small.
     """
-    sums = _PrefixSums(children, modes)
-    smallest = smallest_budget(sums)
+    steps = [[_steps(children, i, mode) for mode in modes] for i in range(len(children))]
+    eager_bytes = _steps(children, 0, "all")[-1].extra
+    smallest = _smallest_budget(children, steps, eager_bytes)
     if budget is None:
         budget = smallest
     elif budget < smallest:
         raise ValueError(
             f"memory_budget_bytes={budget} is less than any plan needs: these {len(children)} children save "
-            f"{size_text(sums.most_bytes())} without recomputation, and at least {size_text(smallest)} "
-            f"({smallest} bytes)"
+            f"{size_text(eager_bytes)} without recomputation, and at least {size_text(smallest)} ({smallest} bytes)"
         )
-    return _plan(sums, cheapest(sums, budget).segments())
+    return _plan(children, _cheapest(children, steps, budget).segments())
 
 
 def plan_balanced(children: Sequence[ChildCosts], count: int, mode: Recompute) -> Plan:
     """``count`` segments that hold about the same while they are recomputed. The last one is not: its backward pass
     comes at once."""
-    sums = _PrefixSums(children)
+    inside = [[step.extra for step in _steps(children, i, "all")] for i in range(len(children))]
     # Of the best split of the first j children: its largest segment, its squares (of splits with the same largest one
     # the most even is best), and its segments' ends, negated: then the one whose last segment is the shortest.
     best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
     for _ in range(min(count, len(children))):
         best = {
-            j: min(_with_segment(best[i], sums.inside(i, j), j) for i in best if i < j)
+            j: min(
+                (max(largest, size := inside[i][j - i - 1]), squares + size**2, [*ends, -j])
+                for i, (largest, squares, ends) in best.items()
+                if i < j
+            )
             for j in range(min(best) + 1, len(children) + 1)
         }
     ends = [-end for end in best[len(children)][2]]
     return plan_of_lengths(children, [b - a for a, b in pairwise([0, *ends])], mode)
 
 
-def _with_segment(split: tuple[int, int, list[int]], size: int, end: int) -> tuple[int, int, list[int]]:
-    largest, squares, ends = split
-    return max(largest, size), squares + size**2, [*ends, -end]
-
-
 def plan_of_lengths(children: Sequence[ChildCosts], lengths: Sequence[int], mode: Recompute) -> Plan:
     """Segments of these numbers of children; the last one is not recomputed."""
-    return _plan(_PrefixSums(children), segments_of_lengths(lengths, mode))
+    return _plan(children, segments_of_lengths(lengths, mode))
 
 
 def segments_of_lengths(lengths: Sequence[int], mode: Recompute) -> tuple[Segment, ...]:
     """Segments of so many children each, of which the last is not recomputed."""
-    ends = pairwise([0, *accumulate(lengths)])
-    found = [Segment(start, stop, mode) for start, stop in ends if stop > start]
-    return (*found[:-1], *(Segment(*last[:2], "nothing") for last in found[-1:]))
+    *others, last = [Segment(start, stop, mode) for start, stop in pairwise([0, *accumulate(lengths)]) if stop > start]
+    return (*others, last._replace(recompute="nothing"))
 
 
-class _PrefixSums:
-    """What any run of consecutive children adds up to, from sums over the first ones."""
+# --- steps: one child, or several that are recomputed together --------------------------------------------------------
 
-    def __init__(self, children: Sequence[ChildCosts], modes: Sequence[Recompute] = ()) -> None:
-        self.children, self._modes = children, modes
-        selective = [child.selective or child for child in children]
-        #: For segments whose products' results are saved.
-        self._selective = self if selective == list(children) else _PrefixSums(selective)
-        # Bytes between two children: what is saved there without recomputation, of products' results, and of both. The
-        # sequence's own input and output belong to others.
-        edges, product_edges, shared_edges = ([0] * (len(children) + 1) for _ in range(3))
-        for k in range(1, len(children)):
-            size = children[k].input_bytes
-            edges[k] = size if children[k - 1].saves_output or children[k].saves_input else 0
-            product_edges[k] = size if children[k - 1].output_is_product else 0
-            shared_edges[k] = min(edges[k], product_edges[k])
-        self._saved = [0, *accumulate(child.saved_bytes for child in children)]
-        self._products = [0, *accumulate(child.product_bytes for child in children)]
-        self._shared = [0, *accumulate(child.saved_product_bytes for child in children)]
-        self._edges, self._product_edges, self._shared_edges = (
-            [0, *accumulate(sizes)] for sizes in (edges, product_edges, shared_edges)
-        )
-        self._cost = [0.0, *accumulate(child.cost for child in children)]
-        self._cost_without_products = [0.0, *accumulate(child.cost_without_products for child in children)]
 
-    def __len__(self) -> int:
-        return len(self.children)
+class _Step(NamedTuple):
+    """A way to run some neighbours: bytes of their input that it saves, further bytes that it saves, those that it
+    holds in addition in its backward pass, its cost, and whether its output is among what is saved."""
 
-    def edge(self, k: int) -> int:
-        """Bytes between the children k - 1 and k."""
-        return self.children[k].input_bytes if 0 < k < len(self) else 0
+    segment: Segment
+    input_bytes: int
+    saved: int
+    extra: int
+    cost: float
+    saves_output: bool
 
-    def inside(self, i: int, j: int) -> int:
-        """What the children from i to before j save, without the input of the first."""
-        if j <= i:
-            return 0
-        last = self.edge(j) if self.children[j - 1].saves_output else 0
-        return self._saved[j] - self._saved[i] + self._edges[j] - self._edges[i + 1] + last
 
-    def most_bytes(self) -> int:
-        return self.inside(0, len(self))
+def _edge(children: Sequence[ChildCosts], k: int) -> int:
+    """Bytes between the children k - 1 and k. The sequence's own input and output belong to others."""
+    return children[k].input_bytes if 0 < k < len(children) else 0
 
-    def input_bytes(self, i: int, mode: Recompute) -> int:
-        """What a segment that begins with i saves of its input."""
-        return self.edge(i) if mode != "nothing" or self.children[i].saves_input else 0
 
-    def option(self, i: int, j: int, mode: Recompute) -> Option:
-        if mode == "cheap" and self._selective is not self:
-            return self._selective.option(i, j, mode)
-        last = self.children[j - 1]
-        if mode == "nothing":
-            assert j == i + 1
-            return Option(j, last.saved_bytes, 0, 0.0, last.saves_output)
-        inside = self.inside(i, j)
+def _steps(children: Sequence[ChildCosts], start: int, mode: Recompute) -> list[_Step]:
+    """Those that begin with this child, each of one child more, and of no fewer bytes than the one before it."""
+    if mode == "cheap":
+        children = [child.selective or child for child in children]
+    first, edge = children[start], _edge(children, start)
+    if mode == "nothing":
+        segment = Segment(start, start + 1, mode)
+        return [_Step(segment, edge * first.saves_input, first.saved_bytes, 0, 0.0, first.saves_output)]
+    found = []
+    # What the children save, the results of their products, and what both have in common.
+    inside = products = shared = 0
+    cost = 0.0
+    for k in range(start, len(children)):
+        child = children[k]
+        if k > start:
+            is_product, size = children[k - 1].output_is_product, _edge(children, k)
+            is_saved = children[k - 1].saves_output or child.saves_input
+            inside, products = inside + size * is_saved, products + size * is_product
+            shared += size * (is_saved and is_product)
+        inside, products = inside + child.saved_bytes, products + child.product_bytes
+        shared += child.saved_product_bytes
+        segment, last = Segment(start, k + 1, mode), _edge(children, k + 1)
         if mode == "all":
-            return Option(j, 0, inside, self._cost[j] - self._cost[i], False)
-        saved = self._products[j] - self._products[i] + self._product_edges[j] - self._product_edges[i + 1]
-        shared = self._shared[j] - self._shared[i] + self._shared_edges[j] - self._shared_edges[i + 1]
-        if last.output_is_product and not last.saves_output:
-            inside += self.edge(j)
-        cost = self._cost_without_products[j] - self._cost_without_products[i]
-        return Option(j, saved, inside - shared, cost, last.output_is_product)
-
-    def options(self, i: int) -> Iterator[tuple[Recompute, int, list[Option]]]:
-        for mode in self._modes:
-            stops = range(i + 1, i + 2 if mode == "nothing" else len(self) + 1)
-            yield mode, self.input_bytes(i, mode), [self.option(i, j, mode) for j in stops]
-
-    @property
-    def cost(self) -> float:
-        return self._cost[-1]
+            cost += child.cost
+            found.append(_Step(segment, edge, 0, inside + last * child.saves_output, cost, False))
+        else:
+            cost += child.cost_without_products
+            extra = inside - shared + last * (child.saves_output or child.output_is_product)
+            found.append(_Step(segment, edge, products, extra, cost, child.output_is_product))
+    return found
 
 
-def _plan(sums: _PrefixSums, segments: tuple[Segment, ...]) -> Plan:
-    state = START
-    for segment in segments:
-        start, stop, mode = segment
+class _State(NamedTuple):
+    """A way to run the first of the sequence: bytes saved, cost, whether the last output is among what is saved, the
+    worst moment, the last step, and the state before it."""
+
+    saved: int = 0
+    cost: float = 0.0
+    saves_output: bool = False
+    peak: int = 0
+    step: _Step | None = None
+    before: _State | None = None
+
+    def after(self, step: _Step, edge: int) -> _State:
+        saved = self.saved + (edge if self.saves_output else step.input_bytes) + step.saved
+        peak = max(self.peak, saved + step.extra)
+        return _State(saved, self.cost + step.cost, step.saves_output, peak, step, self)
+
+    def segments(self) -> tuple[Segment, ...]:
+        found: list[Segment] = []
+        state: _State | None = self
+        while state is not None and state.step is not None:
+            found.insert(0, state.step.segment)
+            state = state.before
+        return tuple(found)
+
+
+def _plan(children: Sequence[ChildCosts], segments: tuple[Segment, ...]) -> Plan:
+    state = _State()
+    for start, stop, mode in segments:
         # A segment that is not recomputed is as many children that are not.
         for i, j in pairwise(range(start, stop + 1)) if mode == "nothing" else [(start, stop)]:
-            state = state.after(segment, sums.option(i, j, mode), sums.edge(i), sums.input_bytes(i, mode))
-    recomputed = state.cost / sums.cost if sums.cost else 0.0
-    return Plan(segments, state.saved, max(state.peak, state.saved), sums.most_bytes(), recomputed)
+            state = state.after(_steps(children, i, mode)[j - i - 1], _edge(children, i))
+    whole = _steps(children, 0, "all")[-1]
+    recomputed = state.cost / whole.cost if whole.cost else 0.0
+    return Plan(segments, state.saved, max(state.peak, state.saved), whole.extra, recomputed)
+
+
+# --- the search -------------------------------------------------------------------------------------------------------
+
+#: For steps that begin with each child, by mode.
+_Steps = Sequence[Sequence[Sequence[_Step]]]
+
+
+def _smallest_budget(children: Sequence[ChildCosts], steps: _Steps, most: int) -> int:
+    """The smallest budget that there is a plan within. To fit, saving less is all that counts, so that one state each
+    will do: the least that is saved, by whether that includes the last output."""
+    never = most + 1
+
+    def fits(budget: int) -> bool:
+        least = [{False: never, True: never} for _ in range(len(children) + 1)]
+        least[0][False] = 0
+        for i, of_modes in enumerate(steps):
+            edge = _edge(children, i)
+            for saves_input, before in least[i].items():
+                for found in of_modes:
+                    for (_, stop, _), input_bytes, saved, extra, _, saves_output in found:
+                        at = before + (edge if saves_input else input_bytes) + saved
+                        if at + extra > budget:
+                            break
+                        least[stop][saves_output] = min(least[stop][saves_output], at)
+        return min(least[-1].values()) < never
+
+    # To a thousandth of the most: nobody needs it closer.
+    step = max(1, most // BUDGET_STEPS)
+    too_small, enough = -1, -(-most // step)
+    while enough - too_small > 1:
+        middle = (too_small + enough) // 2
+        if fits(middle * step):
+            enough = middle
+        else:
+            too_small = middle
+    return enough * step
+
+
+def _cheapest(children: Sequence[ChildCosts], steps: _Steps, budget: int) -> _State:
+    """The plan of least cost that never holds more than ``budget``, which is no less than the smallest one."""
+    states: list[list[_State]] = [[] for _ in range(len(children) + 1)]
+    states[0].append(_State())
+    for i, of_modes in enumerate(steps):
+        edge = _edge(children, i)
+        for state in _pareto_front(states[i], max(8, MAX_STATES // len(children))):
+            for found in of_modes:
+                for step in found:
+                    following = state.after(step, edge)
+                    if following.peak > budget:
+                        break
+                    states[step.segment.stop].append(following)
+    return min(states[-1], key=lambda state: (state.cost, state.peak))
+
+
+def _pareto_front(states: list[_State], most: int) -> list[_State]:
+    """Those that no other one beats in both bytes saved and cost, separately by whether the output is saved. Of many,
+    some are taken, with the one that saves least among them: if any plan fits, one that continues it does."""
+    found: list[_State] = []
+    for saves_output in (False, True):
+        front: list[_State] = []
+        for state in sorted((s for s in states if s.saves_output == saves_output), key=itemgetter(0, 1)):
+            if not front or state.cost < front[-1].cost:
+                front.append(state)
+        last = len(front) - 1
+        found += front if last < most else [front[k * last // (most - 1)] for k in range(most)]
+    return found

@@ -1,30 +1,34 @@
 """Save the inputs of a function, and recompute it for its backward pass (Chen et al. 2016, "Training Deep Nets with
 Sublinear Memory Cost").
 
-This is ``torch.utils.checkpoint`` (not reentrant), and what that leaves to its users: buffers that a recomputation must
-not update once more, random number generators that torch does not know of, and evaluation, where nothing is recomputed.
+This is ``torch.utils.checkpoint`` (not reentrant), which replays PyTorch's random numbers and autocast, and what that
+leaves to its users: buffers that a recomputation must not update once more (``snapshot.py``), and evaluation, where
+nothing is recomputed.
 
-A recomputation costs a second forward pass. A call costs Python time for looking at modules (``state_snapshot.py``), so
-that small functions had better be joined.
+A recomputation costs a second forward pass. A call costs Python time for looking at modules, so that small functions
+had better be joined.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
-from typing import Any, Literal, NamedTuple
+import functools
+import types
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.jit import ScriptModule
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .._torch import TreeSpec, parametrizations_are_cached, tree_flatten, tree_unflatten
+from .._torch import CPU_FLASH_ATTENTION, parametrizations_are_cached, tree_flatten, tree_leaves, tree_unflatten
 from ..call import followed_by
 from ..utils.compiled_checkpoint import compiled_checkpoint
-from .free_state import FreeState, holds_nothing
-from .selective import SavedResults, SelectiveMode, products
-from .state_snapshot import StateSnapshot
+from ..utils.module_state import modules_in
+from .snapshot import Snapshot
 
 Recompute = Literal["all", "cheap", "nothing"]
 RECOMPUTE = ("all", "cheap", "nothing")
@@ -33,15 +37,15 @@ RECOMPUTE = ("all", "cheap", "nothing")
 def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "all", **kwargs: Any) -> Any:
     """``function(*args, **kwargs)``, which saves its inputs alone and is recomputed for its backward pass.
 
-    The recomputation finds the state of the first run: random numbers, autocast, and the buffers and attributes of the
-    modules that the function reaches. What it writes there is thrown away, so that the statistics of batch norms
-    advance once.
+    The recomputation finds PyTorch's random numbers, autocast, and the modules' buffers, parameters and modes as the
+    first run did. What it writes to buffers is thrown away, so that the statistics of batch norms advance once.
     Modules are looked for in the function itself, in what it is bound to, closes over, has as defaults, or names among
-    its globals, and in the arguments. Second derivatives, second backward passes, hooks and gradients of what the
-    function closes over work as without.
+    its globals, and in the arguments; of others, buffers are updated twice.
 
-    Not restored are NumPy's random numbers, what Python modules and objects within objects hold, parameters whose
-    ``data`` was exchanged, and which modules are in a module.
+    Not replayed are random numbers that are not from PyTorch's default generators (``random``, NumPy), and what a
+    function writes to attributes, lists and other objects: it writes there twice, and the second run reads what is
+    there then. Parameters of a module that is called must not be trained before the backward pass, which raises; of
+    modules that another function reaches this goes unnoticed.
 
     The function runs plainly, and saves what eager PyTorch saves, where gradients are off, the function is a module in
     evaluation, a module has uninitialized lazy parameters or is TorchScript, ``parametrize.cached()`` is on, or
@@ -51,7 +55,9 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
         function: any callable of tensors, modules included.
         args, kwargs: its arguments, which need not be tensors; tensors may be in lists, tuples and dicts.
         recompute: "all"; or "cheap", which saves the results of convolutions, matmuls and attention too, and recomputes
-            what lies between them; or "nothing".
+            what lies between them; or "nothing". "cheap" is PyTorch's selective checkpoint: backward raises where such
+            a result was overwritten (by a ReLU in place), and when it runs again (``retain_graph``, second
+            derivatives).
 
     Raises:
         ValueError: an unknown ``recompute``.
@@ -71,16 +77,24 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
 
 
 def recomputed(
-    function: Callable[..., Any], owner: object, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute
+    function: Callable[..., Any],
+    owner: object,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    recompute: Recompute,
 ) -> Any:
-    """``sublinear`` for a function that has no state but that of ``owner``, the function or module it belongs to."""
-    if torch.compiler.is_compiling():
-        return run_compiled(function, args, kwargs, recompute)
-    arguments = Arguments.of(args, kwargs)
-    free_state = FreeState.of(owner, arguments.leaves)
-    if free_state.runs_differently_first or not can_recompute(arguments.leaves):
+    """``sublinear`` for a function that has no state but that of ``owner``: the module, or the list of modules, that it
+    belongs to, or itself."""
+    if torch.compiler.is_compiling():  # the compiler takes care of buffers, random numbers and autocast itself
+        options = {"context_fn": _selective_contexts} if recompute == "cheap" else {}
+        return compiled_checkpoint(function, *args, **options, **kwargs)
+    others = [leaf for leaf in tree_leaves((args, kwargs)) if not isinstance(leaf, Tensor)]
+    roots = [owner] if isinstance(owner, nn.Module) else owner if isinstance(owner, list) else None
+    modules, tensors = reached_by(others if roots else [owner, *others])
+    modules = [*dict.fromkeys([*(module for root in roots or () for module in modules_in(root)), *modules])]
+    if not can_recompute(modules, others):
         return function(*args, **kwargs)
-    return run_checkpointed(function, arguments, StateSnapshot(free_state, arguments.tensors), recompute)
+    return run_checkpointed(function, args, kwargs, Snapshot(modules, tensors, runs_all=bool(roots)), recompute)
 
 
 def check_recompute(name: str, recompute: str) -> None:
@@ -89,105 +103,102 @@ def check_recompute(name: str, recompute: str) -> None:
         raise ValueError(f"{name}: recompute must be one of {', '.join(map(repr, RECOMPUTE))}, got {recompute!r}")
 
 
-class Arguments(NamedTuple):
-    """The arguments of a call, and their leaves."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: Sequence[Any]
-    #: None where the leaves are the arguments, those by keyword last.
-    structure: TreeSpec | None
-    keywords: Sequence[str] = ()
-
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Arguments:
-        kwargs = kwargs or {}
-        leaves = (*args, *kwargs.values())
-        if all(map(holds_nothing, leaves)):  # flattening takes as long as a small linear layer
-            return cls(args, kwargs, leaves, None, tuple(kwargs))
-        return cls(args, kwargs, *tree_flatten((args, kwargs)))
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
-
-    def with_leaves(self, leaves: Sequence[Any]) -> Arguments:
-        if self.structure is not None:
-            args, kwargs = tree_unflatten(leaves, self.structure)
-        else:
-            count = len(leaves) - len(self.keywords)
-            args, kwargs = tuple(leaves[:count]), dict(zip(self.keywords, leaves[count:], strict=True))
-        return self._replace(args=args, kwargs=kwargs, leaves=leaves)
-
-
-def can_recompute(leaves: Iterable[object]) -> bool:
-    """Whether nothing is active that a checkpoint cannot take part in."""
+def can_recompute(modules: Iterable[nn.Module], arguments: Iterable[object] = ()) -> bool:
+    """Whether nothing is active that a checkpoint cannot take part in, and the first run saves what a second would."""
     return not (
         followed_by() is not None
         or parametrizations_are_cached()  # the first run computes weights that the recomputation would not
-        or any(isinstance(leaf, Proxy) for leaf in leaves)
+        or any(isinstance(argument, Proxy) for argument in arguments)
+        or runs_differently_first(modules)
+    )
+
+
+def runs_differently_first(modules: Iterable[nn.Module]) -> bool:
+    """Whether lazy modules will initialize their parameters, or TorchScript compile once more, which saves tensors in
+    another order then."""
+    return any(
+        isinstance(module, ScriptModule) or (isinstance(module, LazyModuleMixin) and module.has_uninitialized_params())
+        for module in modules
     )
 
 
 def run_checkpointed(
     function: Callable[..., Any],
-    arguments: Arguments,
-    snapshot: StateSnapshot,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    snapshot: Snapshot,
     recompute: Recompute = "all",
-    *,
-    early_stop: bool = True,
+    **options: Any,
 ) -> Any:
-    """Run a function now, and once more in the same state when its backward pass needs it."""
-    call = _CheckpointedCall(function, arguments, snapshot, SavedResults() if recompute == "cheap" else None)
-    # Leaves one by one: of tensors in lists, or given by name, torch would neither drop nor check the version.
-    return checkpoint(
-        call, *arguments.leaves, use_reentrant=False, preserve_rng_state=False, early_stop=early_stop, debug=False
-    )
+    """Run a function now, and once more in the same state when its backward pass needs it. The options are those of
+    torch's checkpoint, which gets the leaves one by one: of tensors in lists, or given by name, it would neither drop
+    nor check the version."""
+    leaves, structure = tree_flatten((args, kwargs))
+    given = [(args, kwargs)]  # for the first run, which may write to a list among them
 
+    def run(*leaves: Any) -> Any:
+        state = snapshot.recording() if given else snapshot.again()
+        args, kwargs = given.pop() if given else tree_unflatten(leaves, structure)
+        with state:
+            return function(*args, **kwargs)
 
-def run_compiled(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute
-) -> Any:
-    """The same for the compiler, which takes care of buffers, random numbers and autocast itself."""
     if recompute == "cheap":
-        return compiled_checkpoint(function, *args, context_fn=_compiler_contexts, **kwargs)
-    return compiled_checkpoint(function, *args, **kwargs)
+        options["context_fn"] = _selective_contexts
+    return checkpoint(run, *leaves, use_reentrant=False, **options)
 
 
-def _compiler_contexts() -> Any:
-    operators = [
-        getattr(packet, name) for packet in products() if hasattr(packet, "overloads") for name in packet.overloads()
-    ]
-    return create_selective_checkpoint_contexts(operators)
+@functools.cache
+def products() -> frozenset[Any]:
+    """The operators whose results "cheap" saves: those that torch counts the FLOPs of, and the CPU's attention."""
+    from torch.utils.flop_counter import flop_registry  # here, because it takes a while to import
+
+    forward = {packet for packet in flop_registry if "backward" not in str(packet)}
+    return frozenset({*forward, CPU_FLASH_ATTENTION})
 
 
-class _CheckpointedCall:
-    """The first run, with the very arguments that were given (it may write to a list among them), and
-    recomputations."""
+def _selective_contexts() -> Any:
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        is_product = getattr(operator, "_overloadpacket", None) in products()
+        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Arguments,
-        snapshot: StateSnapshot,
-        results: SavedResults | None,
-    ) -> None:
-        self._function, self._snapshot, self._results = function, snapshot, results
-        self._arguments = arguments
-        self._is_first = True
+    return create_selective_checkpoint_contexts(policy)
 
-    def __call__(self, *leaves: Any) -> Any:
-        is_first, self._is_first = self._is_first, False
-        arguments = self._arguments if is_first else self._arguments.with_leaves(leaves)
-        # Torch's checkpoint holds the leaves, which saved-tensor hooks may have moved.
-        self._arguments = arguments._replace(args=(), kwargs={}, leaves=())
-        with ExitStack() as stack:
-            stack.enter_context(self._snapshot.recording() if is_first else self._snapshot.restored())
-            if self._results is not None:
-                stack.enter_context(SelectiveMode(self._results, loads=not is_first))
-            return self._function(*arguments.args, **arguments.kwargs)
 
-    @property
-    def saved_for_recomputation(self) -> list[Any]:
-        """``utils/autograd_graph.py`` reads it, to count what is saved."""
-        return [] if self._results is None else self._results.results
+def reached_by(things: Iterable[object]) -> tuple[list[nn.Module], list[Tensor]]:
+    """The modules, and the tensors outside of modules, that functions among some objects can read: what they are bound
+    to, close over, have as defaults, or name among their globals; and the modules that other objects hold."""
+    modules, tensors = dict[nn.Module, None](), list[Tensor]()
+    pending, seen = [*things], set[int]()
+    while pending:
+        thing = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, nn.Module):
+            modules.update(dict.fromkeys(thing.modules()))
+        elif isinstance(thing, Tensor):
+            tensors.append(thing)
+        elif isinstance(thing, functools.partial):
+            pending += tree_leaves((thing.func, thing.args, thing.keywords))
+        elif isinstance(thing, types.MethodType):
+            pending += [thing.__self__, thing.__func__]
+        elif isinstance(thing, types.FunctionType):
+            pending += _read_by(thing)
+        elif hasattr(thing, "__dict__") and not isinstance(thing, type | types.ModuleType):
+            pending += [held for held in tree_leaves(vars(thing)) if isinstance(held, nn.Module)]
+    return list(modules), tensors
+
+
+def _read_by(function: types.FunctionType) -> list[object]:
+    if (function.__module__ or "").startswith("torch."):
+        return []
+    found: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # a name that has no value yet
+            found.append(cell.cell_contents)
+    codes = [function.__code__]
+    for code in codes:  # those of functions that are defined in it too
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        found += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
+    leaves: list[object] = tree_leaves(found)
+    return leaves

@@ -98,7 +98,7 @@ def fit_compiled(
     before is compiled again when it is next called.
 
     Args:
-        model: a module in training mode, not compiled. Its buffers, gradients and attributes are put back.
+        model: a module in training mode, not compiled. Its buffers and gradients are put back.
         inputs, memory_budget_bytes, fraction, of, loss, progress: as for ``fit``; a fraction is one of the bytes that
             the compiled model takes without a budget. A peak needs compiled code for each part that is tried: minutes.
         options: of ``torch.compile``, but for ``backend``: ``mode``, ``dynamic``, ``fullgraph``. Give it the same.
@@ -125,7 +125,7 @@ def fit_compiled(
     if "backend" in options:
         raise ValueError("fit_compiled: the backend is the report's; give it the other options of torch.compile")
     tensors = [*tensors_in((step.args, step.kwargs))]
-    with asked("fit_compiled", progress) as on_stage, unchanged([*model.modules()], tensors, attributes=True) as reset:
+    with asked("fit_compiled", progress) as on_stage, unchanged([*model.modules()], tensors) as reset:
         run = _Run(model)
         training = Training(replace(step, model=run), of, reset)
         tried: dict[float, int] = {}

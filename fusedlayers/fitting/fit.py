@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from ..profiling.step import Step
 from ..profiling.timing import telling
+from ..recipes.fuse import unfuse
 from ..recipes.patch import patch_of
 from ..utils.example import arguments_from, check_uncompiled, eagerly, evaluation_notes
 from ..utils.formatting import path_text
@@ -55,8 +56,8 @@ def fit(
     plan of the first one, and the budget is for the process that takes most.
 
     Args:
-        model: any module, in training mode. Measuring it takes as long as 30 to 50 of its steps. Its buffers, gradients
-            and attributes are put back, but not modules that its code exchanges. Your hooks run.
+        model: any module, in training mode. Measuring it takes as long as 30 to 50 of its steps. Its buffers and
+            gradients are put back, but not other attributes that its code writes to. Your hooks run.
         inputs: an example of this size: a tensor, a tuple of positional arguments, or a mapping of keywords.
         memory_budget_bytes: how much there may be: bytes, or a size such as "8GiB".
         fraction: the same as a part of what the model takes as it is. One of the two must be given.
@@ -98,7 +99,7 @@ def fit(
         report, leaves = None, list[Tensor]()
         try:
             inputs = tensors_in((step.args, step.kwargs))
-            with unchanged([*model.modules()], inputs, attributes=True) as reset_random, eagerly():
+            with unchanged([*model.modules()], inputs) as reset_random, eagerly():
                 on_stage("finding blocks", 0.0)
                 blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
                 with readable(step):
@@ -108,8 +109,10 @@ def fit(
                 with isolated_gradients(leaves):
                     report = _choose(blocks, Training(step, of, reset_random), budget, on_stage)
         finally:
-            for patch in before if report is None or plan_only else ():
-                patch.attach()
+            if report is None or plan_only:
+                unfuse(model)
+                for patch in before:
+                    patch.attach()
         if not plan_only:
             blocks.save([block for block in blocks if block.path in report.saved_once])
         on_stage("done", 1.0)

@@ -26,8 +26,8 @@ class InvertibleActivation(InvertibleModule):
     Monotone ones (leaky_relu, elu, selu, celu, softplus, softsign, tanh, sigmoid, ...) are inverted by a formula.
     Folded ones (gelu, silu, mish, ...) fall and rise; a bit for each number says on which branch the input was. (The
     last bit of the output, which carries the branch elsewhere, is not exact if the next module's inverse computes the
-    output.) Their inverse is fitted, for float32 and half precision; in float64 they save their input. Where a function
-    is flat, the computed input is inaccurate: tanh and sigmoid far from zero, folded ones next to their minimum and in
+    output.) Their inverse is fitted, for float32 and half precision; float64 is left to autograd. Where a function is
+    flat, the computed input is inaccurate: tanh and sigmoid far from zero, folded ones next to their minimum and in
     their tail. ``check`` measures it; leaky_relu loses nothing.
 
     Args:
@@ -69,9 +69,7 @@ class InvertibleActivation(InvertibleModule):
 
     def _can_invert(self, inputs: tuple[Any, ...]) -> bool:
         # The inverse of folded ones is fitted, and accurate to float32.
-        return super()._can_invert(inputs) and not (
-            self.activation.is_folded and any(is_float(x) and x.dtype is torch.float64 for x in inputs)
-        )
+        return not self.activation.is_folded or all(x.dtype is not torch.float64 for x in inputs if is_float(x))
 
     def function(self, x: Tensor) -> Any:
         refused = self.activation.output_refusal(x.dtype)

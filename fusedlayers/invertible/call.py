@@ -20,19 +20,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import get_device_states, set_device_states
 
-from ..checkpoint.free_state import NO_STATE, FreeState
-from ..checkpoint.recompute import Arguments, run_checkpointed
-from ..checkpoint.state_snapshot import StateSnapshot, Versioned
+from ..checkpoint.recompute import run_checkpointed
+from ..checkpoint.snapshot import Snapshot
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class InvertibleFunction:
         forward: from inputs to a tuple of outputs.
         inverse: from all outputs to a tuple of inputs.
         num_outputs: how many outputs the caller sees, the first ones; None: all; negative: all but so many.
-        free_state: what it depends on besides its inputs.
+        modules, tensors, runs_all: what it depends on besides its inputs, as for ``Snapshot``.
         recompute: replaces the inverse and the recomputation of ``forward``, for functions that can share work between
             the two. It saves what ``forward`` saves, in the same order, and passes the inputs to their producers.
     """
@@ -53,8 +53,66 @@ class InvertibleFunction:
     forward: Callable[..., tuple[Any, ...]]
     inverse: Callable[..., tuple[Any, ...]]
     num_outputs: int | None = None
-    free_state: FreeState = NO_STATE
+    modules: Sequence[nn.Module] = ()
+    tensors: Sequence[Tensor] = ()
+    runs_all: bool = True
     recompute: Callable[[InvertibleCall], None] | None = None
+
+
+class RunState(Snapshot):
+    """A snapshot with autocast and PyTorch's random numbers: an inverse runs in the recomputation of another call, and
+    torch's checkpoint replays that one's."""
+
+    def __init__(self, function: InvertibleFunction, args: tuple[Any, ...]) -> None:
+        super().__init__(function.modules, function.tensors, runs_all=function.runs_all)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        kinds = {"cpu", *(tensor.device.type for tensor in tensors)}
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
+            for kind in kinds
+            if torch.amp.is_autocast_available(kind)
+        ]
+        self._device = max(kinds - {"cpu"}, default="cuda")
+        self._devices, self._device_states = get_device_states(*tensors)
+        #: None where the first run drew no numbers.
+        self._cpu_state: Tensor | None = torch.get_rng_state()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the first run."""
+        with super().recording():
+            yield
+        if self._cpu_state is not None and torch.equal(torch.get_rng_state(), self._cpu_state):
+            self._cpu_state = None
+
+    @contextmanager
+    def again(self) -> Iterator[None]:
+        """Around the inverse, and around recomputations."""
+        with ExitStack() as stack:
+            stack.enter_context(super().again())
+            for autocast in self._autocast:
+                stack.enter_context(torch.autocast(*autocast))
+            stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._device))
+            if self._cpu_state is not None:
+                torch.set_rng_state(self._cpu_state)
+            set_device_states(self._devices, self._device_states, device_type=self._device)
+            yield
+
+
+class Versioned(NamedTuple):
+    """A value, and, if it is a tensor, the version that it had."""
+
+    value: Any
+    version: int | None
+
+    @classmethod
+    def of(cls, value: Any) -> Versioned:
+        return cls(value, value._version if isinstance(value, Tensor) else None)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether it was modified by an in-place operation since."""
+        return self.version is not None and self.value._version != self.version
 
 
 class InvertibleCall:
@@ -62,7 +120,7 @@ class InvertibleCall:
 
     def __init__(self, function: InvertibleFunction, args: tuple[Any, ...], keep: Iterable[Tensor] = ()) -> None:
         self.function = function
-        self.snapshot = StateSnapshot(function.free_state, Arguments.of(args).tensors)
+        self.state = RunState(function, args)
         kept = {id(tensor) for tensor in keep}
         #: Inputs that are saved, by their position: those that were asked for, and what is no floating-point tensor.
         self.saved_inputs = {i: Versioned.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept}
@@ -85,7 +143,8 @@ class InvertibleCall:
         """The outputs that the caller sees."""
         results: tuple[Any, ...] = run_checkpointed(
             # With ``recompute``, the work after the last saved tensor must be done too.
-            self._run_or_recompute, Arguments.of(()), self.snapshot, early_stop=self.function.recompute is None
+            self._run_or_recompute, (), {}, self.state,
+            early_stop=self.function.recompute is None, preserve_rng_state=False,
         )  # fmt: skip
         self._args = None
         visible = results[: self.function.num_outputs]
@@ -125,8 +184,8 @@ class InvertibleCall:
             elif output.is_edited:
                 raise RuntimeError(
                     f"{self.function.name}: output {position} was modified by an in-place operation, and its inputs "
-                    "are to be computed from it. Modify a clone instead, or set invertible=False, which saves the "
-                    "inputs"
+                    "are to be computed from it. Modify a clone instead, or set checkpoint=False, which leaves "
+                    "the module to autograd"
                 )
             else:
                 values.append(output.value)
@@ -154,7 +213,7 @@ class InvertibleCall:
         """The inputs, without a graph, computed from the outputs."""
         outputs = self.recover_outputs()
         # The hooks keep torch's checkpoint, which is recomputing, from counting what the inverse saves.
-        with self.snapshot.restored(), torch.no_grad(), saved_tensors_hooks(_unchanged, _unchanged):
+        with self.state.again(), torch.no_grad(), saved_tensors_hooks(_unchanged, _unchanged):
             computed = self.function.inverse(*outputs)
         return self.complete_inputs(computed)
 
@@ -254,21 +313,31 @@ def _unchanged(tensor: Tensor) -> Tensor:
 # --- what a function can ask for --------------------------------------------------------------------------------------
 
 
+#: "dry": the first run; "backward": a recomputation or an inverse; "plain": all is left to autograd; "chain": modules
+#: of a chain run, which hold one output instead of all where they are recomputed too.
+Mode = Literal["dry", "backward", "plain", "chain"]
+
+
 class _State(threading.local):
-    mode: Literal["dry", "backward", "plain"] | None = None
+    mode: Mode | None = None
 
 
 _state = _State()
 
 
 @contextmanager
-def in_mode(mode: Literal["dry", "backward", "plain"]) -> Iterator[None]:
+def in_mode(mode: Mode) -> Iterator[None]:
     """What runs inside runs in this mode, on this thread."""
     before, _state.mode = _state.mode, mode
     try:
         yield
     finally:
         _state.mode = before
+
+
+def current_mode() -> Mode | None:
+    """Of this thread."""
+    return _state.mode
 
 
 def in_dry_mode() -> bool:
@@ -279,11 +348,6 @@ def in_dry_mode() -> bool:
 def in_backward_mode() -> bool:
     """Whether a function is recomputed for its backward pass, or its inverse runs."""
     return _state.mode == "backward"
-
-
-def in_plain_mode() -> bool:
-    """Whether modules leave everything to autograd, whatever their flags."""
-    return _state.mode == "plain"
 
 
 @contextmanager

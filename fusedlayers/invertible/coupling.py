@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..checkpoint.free_state import FreeState
 from .call import InvertibleCall, InvertibleFunction
 from .module import InvertibleModule
 from .reshape import halved
@@ -71,8 +70,8 @@ class _Coupling(InvertibleModule):
         if count == 1:
             yield "split", InvertibleFunction(name, self._split, self._join)
         for half in self._halves(self.reversed):
-            free_state = FreeState([self, *half.network.modules()], replays_rng=self.seed)
-            function = InvertibleFunction(name, half.forward, half.inverse, None, free_state, half.recompute)
+            modules = [self, *half.network.modules()]
+            function = InvertibleFunction(name, half.forward, half.inverse, modules=modules, recompute=half.recompute)
             yield ("g" if half.is_second else "f"), function
         if count == 1:
             yield "join", InvertibleFunction(name, self._join, self._split)

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 
 from .module import InvertibleModule
 
-_Sizes = int | Sequence[int]
-
 
 class _Weighted(InvertibleModule):
     """A weight, and perhaps a bias."""
@@ -91,7 +89,8 @@ class InvertibleLinear(_Weighted):
 
 
 class _InvertibleConv(_Weighted):
-    """What the convolutions of one to three dimensions share."""
+    """What the convolutions of one to three dimensions share. Patches do not overlap, so that each output determines
+    the patch that it was computed from."""
 
     dims: ClassVar[int]
     convolve: ClassVar[Callable[..., Tensor]]
@@ -101,10 +100,7 @@ class _InvertibleConv(_Weighted):
         self,
         in_channels: int,
         out_channels: int,
-        kernel_size: _Sizes,
-        stride: _Sizes | None = None,
-        padding: _Sizes = 0,
-        dilation: _Sizes = 1,
+        kernel_size: int | Sequence[int],
         groups: int = 1,
         bias: bool = True,
         *,
@@ -113,9 +109,7 @@ class _InvertibleConv(_Weighted):
     ) -> None:
         super().__init__()
         self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = self._each(kernel_size)
-        self.stride = self.kernel_size if stride is None else self._each(stride)
-        self.padding, self.dilation = self._each(padding), self._each(dilation)
+        self.kernel_size = (kernel_size,) * self.dims if isinstance(kernel_size, int) else tuple(kernel_size)
         name = type(self).__name__
         if groups < 1 or in_channels % groups or out_channels % groups:
             raise ValueError(
@@ -130,73 +124,45 @@ class _InvertibleConv(_Weighted):
             )
         self._set_parameters((out_channels, in_channels // groups, *self.kernel_size), bias, device, dtype)
 
-    def _each(self, sizes: _Sizes) -> tuple[int, ...]:
-        return (sizes,) * self.dims if isinstance(sizes, int) else tuple(sizes)
-
     @property
     def reversible(self) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
-        is_square = self.out_channels == self.in_channels * math.prod(self.kernel_size)
-        return is_square and self.groups == 1 and self.stride == self.kernel_size and not any(self.padding)
+        return self.groups == 1 and self.out_channels == self.in_channels * math.prod(self.kernel_size)
 
     def function(self, x: Tensor) -> Tensor:
-        self._check(x)
-        convolve = type(self).convolve
-        return convolve(x, self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
+        sizes = x.shape[-self.dims :]
+        if any(size % kernel for size, kernel in zip(sizes, self.kernel_size, strict=True)):
+            raise ValueError(
+                f"{type(self).__name__}: sizes {tuple(sizes)} are no multiples of kernel_size={self.kernel_size}, and "
+                "what is in no patch could not be computed again; pad the input"
+            )
+        return type(self).convolve(x, self.weight, self.bias, self.kernel_size, groups=self.groups)
 
     def inverse(self, y: Tensor) -> Tensor:
-        # Each output determines the patch that it was computed from; where patches overlap, their mean is taken.
         with torch.autocast(y.device.type, enabled=False):
             parts = [left_inverse(part.flatten(1)).T for part in self.weight.chunk(self.groups)]
-            inverse = torch.cat(parts).view_as(self.weight)
-            y, inverse, bias = widened(y, inverse, self.bias)
+            y, inverse, bias = widened(y, torch.cat(parts).view_as(self.weight), self.bias)
             z = y if bias is None else y - bias.view(-1, *(1,) * self.dims)
-            x = self._transpose(z, inverse, self.groups)
-            if self.stride == self.kernel_size and not any(self.padding):
-                return x
-            one = y.new_ones(1, 1, *y.shape[-self.dims :])
-            return x / self._transpose(one, y.new_ones(1, 1, *self.kernel_size), 1)
-
-    def _transpose(self, y: Tensor, weight: Tensor, groups: int) -> Tensor:
-        transposed = type(self).transposed
-        return transposed(y, weight, None, self.stride, self.padding, 0, groups, self.dilation)
-
-    def _check(self, x: Tensor) -> None:
-        for dim in range(self.dims):
-            kernel, stride, padding, dilation = (
-                sizes[dim] for sizes in (self.kernel_size, self.stride, self.padding, self.dilation)
-            )
-            size = x.shape[dim - self.dims]
-            over = (size + 2 * padding - dilation * (kernel - 1) - 1) % stride
-            # Each tap of the kernel reads every stride-th value; together they must read all.
-            reached = {(k * dilation) % stride for k in range(kernel)}
-            if over > padding or len(reached) < stride:
-                fix = f"pad it by {stride - over}" if over > padding else "use a smaller stride"
-                raise ValueError(
-                    f"{type(self).__name__}: of {size} values along dimension {dim - self.dims} some are in no patch, "
-                    f"and could not be computed again; {fix}"
-                )
+            return type(self).transposed(z, inverse, None, self.kernel_size, groups=self.groups)
 
     def described(self) -> str:
-        shown = {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
-        parts = ", ".join(f"{name}={value}" for name, value in shown.items())
-        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, {parts}"
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, groups={self.groups}"
 
 
 class InvertibleConv1d(_InvertibleConv):
-    """A convolution that can be inverted: it has at least as many output channels as a patch has numbers.
+    """A convolution of patches that do not overlap, with at least as many output channels as a patch has numbers: the
+    pseudo-inverse of the weight computes each patch from its output.
 
-    The pseudo-inverse of the weight computes each patch from its output; overlapping patches are averaged. With kernels
-    of one value, as many outputs as inputs, and its orthogonal initial weight it is the 1x1 convolution of Glow (Kingma
-    and Dhariwal 2018); with a larger kernel and stride a learnt ``PixelUnshuffle``.
+    With kernels of one value, as many outputs as inputs, and its orthogonal initial weight it is the 1x1 convolution of
+    Glow (Kingma and Dhariwal 2018); with a larger kernel a learnt ``PixelUnshuffle``.
 
     Args:
-        in_channels, out_channels, kernel_size, padding, dilation, groups, bias, device, dtype: as for ``nn.Conv1d``.
-        stride: by default the kernel's size, so that patches do not overlap.
+        in_channels, out_channels, kernel_size, groups, bias, device, dtype: as for ``nn.Conv1d``; its stride is the
+            kernel's size.
 
-    Shapes: as of ``nn.Conv1d``.
+    Shapes: as of ``nn.Conv1d``; sizes must be multiples of the kernel's.
 
     Raises:
-        ValueError: too few output channels; an input of which some values are in no patch.
+        ValueError: too few output channels; an input of another size.
     """
 
     dims = 1

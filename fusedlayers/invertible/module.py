@@ -8,21 +8,17 @@ function of the same effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import disable_dynamo, parametrizations_are_cached, tree_leaves
-from ..call import followed_by
-from ..checkpoint.free_state import FreeState
-from ..checkpoint.recompute import Arguments, run_checkpointed
-from ..checkpoint.state_snapshot import StateSnapshot, in_recomputed_region
-from .call import InvertibleCall, InvertibleFunction, in_plain_mode
+from .._torch import disable_dynamo, tree_leaves
+from ..checkpoint.recompute import can_recompute, reached_by, runs_differently_first
+from ..ops.edits import is_under_checkpoint
+from .call import InvertibleCall, InvertibleFunction, current_mode
 from .check import CheckReport, checked
-
-FLAGS = ("seed", "checkpoint", "invertible", "reversed")
 
 
 class InvertibleModule(nn.Module):
@@ -38,19 +34,16 @@ class InvertibleModule(nn.Module):
     place: the backward pass would compute the inputs from it, and raises instead.
 
     Outputs that ``inverse`` needs, and the caller does not, come last: ``num_outputs`` says how many of them the caller
-    sees (None: all; a negative number: all but so many), and ``num_inputs`` says the same of what ``inverse`` returns,
-    for when it is called in place of ``function``.
+    sees (None: all; a negative number: all but so many).
 
     Attributes:
-        checkpoint: whether anything is recomputed; else ``function`` runs as any PyTorch code. Setting it to False sets
-            ``invertible`` to False.
-        invertible: whether inputs are computed from the outputs; else they are saved, and the rest is recomputed.
-            Setting it to True sets ``checkpoint`` to True.
-        seed: whether a recomputation draws the random numbers of the first run.
-        reversed: whether ``forward`` calls ``inverse``; only modules that are ``reversible`` can be.
+        checkpoint: whether inputs are computed from the outputs; else ``function`` runs as any PyTorch code.
+        reversed: whether ``forward`` calls ``inverse``, as ``reverse`` sets it; only modules that are ``reversible``
+            can be.
 
-    The flags are part of the ``state_dict``'s metadata. Without gradients, and where neither an input nor a parameter
-    requires some, ``forward`` is ``function``. ``torch.compile`` leaves these modules to PyTorch.
+    Without gradients, and where neither an input nor a parameter requires some, ``forward`` is ``function``; so it is
+    in a checkpoint, which holds nothing of it anyway. PyTorch's random numbers, autocast and buffers are replayed, as
+    for ``fl.sublinear``. ``torch.compile`` leaves these modules to PyTorch.
 
     >>> import torch, fusedlayers as fl
     >>> class Scale(fl.InvertibleModule):
@@ -66,15 +59,10 @@ class InvertibleModule(nn.Module):
     """
 
     num_outputs: ClassVar[int | None] = None
-    num_inputs: ClassVar[int | None] = None
     #: Whether ``inverse`` can stand for ``function``.
     reversible: bool = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)  # of another base, where there is one
-        self.seed = True
-        self._checkpoint = self._invertible = True
-        self._reversed = False
+    checkpoint: bool = True
+    _reversed: bool = False
 
     def function(self, *inputs: Any) -> Any:
         """The outputs, from the inputs."""
@@ -84,55 +72,34 @@ class InvertibleModule(nn.Module):
         """The inputs, from the outputs."""
         raise NotImplementedError(f"{type(self).__name__} must define inverse")
 
-    def forward(self, *inputs: Any, keep: Iterable[Tensor] = (), **unknown: Any) -> Any:
-        if unknown:
-            raise TypeError(
-                f"{type(self).__name__}: got the keyword {next(iter(unknown))!r}; inputs are positional, and the only "
-                "keyword is keep, the inputs to be saved for the backward pass"
-            )
+    def forward(self, *inputs: Any, keep: Iterable[Tensor] = ()) -> Any:
         kept = (keep,) if isinstance(keep, Tensor) else tuple(keep)
         if not all(any(tensor is value for value in inputs) for tensor in kept):
             raise ValueError(f"{type(self).__name__}: keep must be some of the inputs")
-        if not self.checkpoint or not can_checkpoint():
-            return self._run_plain(*inputs)
-        if self._can_invert(inputs):
+        if self.checkpoint and can_checkpoint() and self._can_invert(inputs):
             return self._run_inverted(inputs, kept)
-        free_state = self._free_state()
-        if free_state.runs_differently_first:
-            return self._run_plain(*inputs)
-        arguments = Arguments.of(inputs)
-        return run_checkpointed(self._run_plain, arguments, StateSnapshot(free_state, arguments.tensors))
+        return self._run_plain(*inputs)
 
     def _can_invert(self, inputs: tuple[Any, ...]) -> bool:
-        """Whether these inputs are computed from their outputs; else they are saved."""
-        return self.invertible
+        """Whether these inputs can be computed from their outputs; else autograd saves what it needs."""
+        return True
 
     def _run_inverted(self, inputs: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
         return run_inverted((step for _, step in self._steps(len(inputs))), inputs, keep)
 
     def _run_plain(self, *inputs: Any) -> Any:
-        """What the caller sees, left to autograd."""
-        return single_or_tuple(self.process(as_tuple(self.call_function(*inputs)), self._num_outputs()))
+        """The outputs that the caller sees, left to autograd."""
+        return single_or_tuple(as_tuple(self.call_function(*inputs))[: None if self.reversed else self.num_outputs])
 
     def _steps(self, count: int) -> Iterator[tuple[str, InvertibleFunction]]:
         """The functions, with names, that a call with ``count`` inputs consists of, in order."""
-        name, free_state = type(self).__name__, self._free_state()
-        yield "", function_of(name, self.call_function, self.call_inverse, self._num_outputs(), free_state)
+        num_outputs = None if self.reversed else self.num_outputs
+        function = function_of(type(self).__name__, self.call_function, self.call_inverse, num_outputs)
+        yield "", replace(function, modules=[*self.modules()])
 
     def _leaf_modules(self) -> Iterator[tuple[str, InvertibleModule]]:
         """The modules that run one after the other, with names: this one, or, in a container, those inside."""
         yield "", self
-
-    def _free_state(self) -> FreeState:
-        return FreeState([*self.modules()], replays_rng=self.seed)
-
-    def _num_outputs(self) -> int | None:
-        """Of ``call_function``."""
-        return self.num_inputs if self.reversed else self.num_outputs
-
-    def process(self, values: tuple[Any, ...], count: int | None) -> tuple[Any, ...]:
-        """The first ``count`` outputs, which the caller sees."""
-        return values[:count]
 
     @property
     def call_function(self) -> Callable[..., Any]:
@@ -144,36 +111,10 @@ class InvertibleModule(nn.Module):
         """The inverse of ``call_function``."""
         return self.function if self.reversed else self.inverse
 
-    # --- flags --------------------------------------------------------------------------------------------------------
-
-    @property
-    def checkpoint(self) -> bool:
-        """Whether anything is recomputed."""
-        return self._checkpoint
-
-    @checkpoint.setter
-    def checkpoint(self, value: bool) -> None:
-        self._checkpoint = bool(value)
-        self._invertible = self._invertible and self._checkpoint
-
-    @property
-    def invertible(self) -> bool:
-        """Whether inputs are computed from the outputs."""
-        return self._invertible
-
-    @invertible.setter
-    def invertible(self, value: bool) -> None:
-        self._invertible = bool(value)
-        self._checkpoint = self._checkpoint or self._invertible
-
     @property
     def reversed(self) -> bool:
         """Whether ``forward`` calls ``inverse``."""
         return self._reversed
-
-    @reversed.setter
-    def reversed(self, value: bool) -> None:
-        self.reverse(value)
 
     def reverse(self, mode: bool | None = None) -> Self:
         """Make ``forward`` call ``inverse``, or ``function``; by default the other one than now.
@@ -187,56 +128,13 @@ class InvertibleModule(nn.Module):
         self._reversed = mode
         return self
 
-    @contextmanager
-    def temp_mode(self, **flags: bool) -> Iterator[Self]:
-        """Set flags for as long as the context lasts: ``seed``, ``checkpoint``, ``invertible``, ``reversed``.
-
-        Raises:
-            TypeError: an unknown flag.
-            ValueError: ``invertible=True`` with ``checkpoint=False``.
-        """
-        unknown = flags.keys() - set(FLAGS)
-        if unknown:
-            raise TypeError(f"temp_mode: unknown flag {min(unknown)!r}; the flags are {', '.join(FLAGS)}")
-        if flags.get("invertible") and not flags.get("checkpoint", True):
-            raise ValueError("temp_mode: invertible=True needs checkpoint=True")
-        before = self._flags()
-        try:
-            for name, value in flags.items():
-                setattr(self, name, value)
-            yield self
-        finally:
-            if self.reversed != before["reversed"]:
-                self.reverse(before["reversed"])
-            self._set_flags(before)
-
-    def _flags(self) -> dict[str, bool]:
-        return {name: getattr(self, name) for name in FLAGS}
-
-    def _set_flags(self, flags: dict[str, bool]) -> None:
-        self.seed = flags["seed"]
-        self._checkpoint, self._invertible, self._reversed = (flags[name] for name in FLAGS[1:])
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(destination, "_metadata"):  # beside the version, so that no keys are added
-            destination._metadata[prefix[:-1]]["flags"] = self._flags()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
-        if "flags" in local_metadata:
-            self._set_flags(local_metadata["flags"])
-
     def extra_repr(self) -> str:
-        usual = {"seed": True, "checkpoint": True, "invertible": True, "reversed": False}
-        flags = (f"{name}={value}" for name, value in self._flags().items() if value != usual[name])
-        return ", ".join(part for part in (self.described(), *flags) if part)
+        flags = ["checkpoint=False"] * (not self.checkpoint) + ["reversed=True"] * self.reversed
+        return ", ".join(filter(None, (self.described(), *flags)))
 
     def described(self) -> str:
         """What ``extra_repr`` says besides the flags that differ from their defaults."""
         return super().extra_repr()
-
-    # --- checking -----------------------------------------------------------------------------------------------------
 
     def check(self, *inputs: Any, rtol: float = 1e-3, atol: float = 1e-5) -> CheckReport:
         """Compute inputs from outputs, and compare them, and the gradients, with the true ones.
@@ -255,7 +153,6 @@ def invertible_checkpoint(
     inverse: Callable[..., Any],
     num_outputs: int | None = None,
     keep: Iterable[Tensor] = (),
-    seed: bool = True,
 ) -> Any:
     """``function(*args)``, whose backward pass computes the arguments by ``inverse`` from what it returned.
 
@@ -265,7 +162,6 @@ def invertible_checkpoint(
         inverse: from what ``function`` returns to ``args``.
         num_outputs: how many outputs the caller sees; the rest is for ``inverse``. None: all.
         keep: of the arguments, those to be saved for the backward pass.
-        seed: whether a recomputation draws the random numbers of the first run.
 
     Saved for the backward pass: the outputs, unless they go into another call like this one, which computes them then;
     what ``keep`` names; no parameters.
@@ -278,25 +174,20 @@ def invertible_checkpoint(
     """
     if not can_checkpoint():
         return single_or_tuple(as_tuple(function(*args))[:num_outputs])
+    others = [leaf for leaf in tree_leaves(args) if not isinstance(leaf, Tensor)]
+    modules, tensors = reached_by([function, inverse, *others])
     name = f"invertible_checkpoint of {getattr(function, '__qualname__', type(function).__name__)}"
-    free_state = FreeState.of([function, inverse], tree_leaves(args))._replace(replays_rng=seed)
-    return run_inverted([function_of(name, function, inverse, num_outputs, free_state)], args, tuple(keep))
+    step = function_of(name, function, inverse, num_outputs)
+    step = replace(step, modules=modules, tensors=tensors, runs_all=False)
+    return run_inverted([step], args, tuple(keep))
 
 
 def function_of(
-    name: str,
-    function: Callable[..., Any],
-    inverse: Callable[..., Any],
-    num_outputs: int | None,
-    free_state: FreeState,
+    name: str, function: Callable[..., Any], inverse: Callable[..., Any], num_outputs: int | None
 ) -> InvertibleFunction:
     """Of a function and an inverse that may return single values."""
     return InvertibleFunction(
-        name,
-        lambda *values: as_tuple(function(*values)),
-        lambda *values: as_tuple(inverse(*values)),
-        num_outputs,
-        free_state,
+        name, lambda *values: as_tuple(function(*values)), lambda *values: as_tuple(inverse(*values)), num_outputs
     )
 
 
@@ -314,9 +205,8 @@ def single_or_tuple(values: tuple[Any, ...]) -> Any:
 def run_inverted(steps: Iterable[InvertibleFunction], values: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
     """Call functions one after the other, each by a node that computes its inputs from its outputs."""
     for step in steps:
-        if (
-            step.free_state.runs_differently_first
-        ):  # the recomputation would draw the numbers that initialize parameters
+        # Of lazy modules the recomputation would draw the numbers that initialize parameters.
+        if runs_differently_first(step.modules):
             values = step.forward(*values)[: step.num_outputs]
         else:
             values = InvertibleCall(step, values, keep).run()
@@ -326,10 +216,11 @@ def run_inverted(steps: Iterable[InvertibleFunction], values: tuple[Any, ...], k
 def can_checkpoint() -> bool:
     """Whether there will be a backward pass, and nothing is active that must see plain operations, as transforms do.
 
-    In a recomputed region a module is left to autograd: nothing of it is held in the first run, and in the
-    recomputation its output would be held. Nor would a recomputation compute the weights that ``parametrize.cached()``
-    shares between modules.
+    In a checkpoint a module is left to autograd, unless it is in a chain: nothing of it is held in the first run, and
+    in the recomputation its output would be held.
     """
-    if in_plain_mode() or parametrizations_are_cached() or not torch.is_grad_enabled() or in_recomputed_region():
+    if current_mode() == "plain" or not torch.is_grad_enabled():
         return False
-    return torch.compiler.is_compiling() or followed_by() is None  # the compiler cannot trace followed_by
+    if torch.compiler.is_compiling():  # the compiler cannot trace what follows
+        return True
+    return can_recompute(()) and (current_mode() == "chain" or not is_under_checkpoint())

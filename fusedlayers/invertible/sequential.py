@@ -8,12 +8,11 @@ compute. Rounding errors add up from the last module to the first (``check.py``)
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self, cast
+from typing import Any, Self
 
 from torch import Tensor, nn
 
-from ..checkpoint.state_snapshot import outside_recomputed_region
-from .call import in_mode
+from .call import current_mode, in_mode
 from .module import InvertibleModule, as_tuple, single_or_tuple
 
 
@@ -24,8 +23,8 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
     batch norm in training). The outputs of a module, one or several, are the next one's inputs.
 
     It is an ``nn.Sequential``, with its keys in the ``state_dict``, indexing, slicing and extending. With
-    ``checkpoint=False`` the modules run plainly, whatever their own flags; with ``invertible=False`` the inputs of the
-    container are saved, and all is recomputed. Reversing it reverses each module and their order.
+    ``checkpoint=False`` the modules run plainly, whatever their own flags. Reversing it reverses each module and their
+    order.
 
     Args:
         *modules: ``InvertibleModule``s, or one ``OrderedDict`` of them.
@@ -42,22 +41,14 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
     >>> net(torch.randn(2, 8)).sum().backward()
     """
 
-    def __init__(self, *modules: Any) -> None:
-        super().__init__(*modules)  # InvertibleModule passes them on to nn.Sequential
-
     def add_module(self, name: str, module: nn.Module | None) -> None:
         super().add_module(name, _invertible(self, name, module))
 
     def __getitem__(self, index: Any) -> Any:
         found: Any = nn.Sequential.__getitem__(self, index)
         if isinstance(index, slice):
-            found._set_flags(self._flags())
+            found.checkpoint, found._reversed = self.checkpoint, self.reversed
         return found
-
-    def __add__(self, other: Any) -> Self:
-        if not isinstance(other, nn.Sequential):
-            return cast("Self", super().__add__(other))  # which refuses
-        return cast("Self", self[:0].extend([*self, *other]))
 
     def _chain(self) -> list[InvertibleModule]:
         # Checked here too, because setting items and attributes bypasses add_module.
@@ -67,10 +58,10 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
         return self._chain()[::-1] if self.reversed else self._chain()
 
     def forward(self, *inputs: Any, **options: Any) -> Any:
-        if not self.invertible:
+        if current_mode() == "plain":
             return super().forward(*inputs, **options)
-        # In a recomputed region a single module saves more than it frees; a chain holds one output instead of all.
-        with outside_recomputed_region():
+        # In a checkpoint a single module saves more than it frees; a chain holds one output instead of all.
+        with in_mode("chain"):
             return super().forward(*inputs, **options)
 
     def _run_inverted(self, inputs: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
@@ -94,8 +85,8 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
     def _run_backwards(self, values: tuple[Any, ...]) -> Any:
         """From what ``forward`` returns to what it takes. Outputs that the caller does not see are missing."""
         for module in reversed(self._in_order()):
-            count = module.num_outputs if module.reversed else module.num_inputs
-            values = module.process(as_tuple(module.call_inverse(*values)), count)
+            count = module.num_outputs if module.reversed else None
+            values = as_tuple(module.call_inverse(*values))[:count]
         return single_or_tuple(values)
 
     @property

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from .._torch import SavedTensor, tree_leaves
+from .._torch import SELECTIVE_CHECKPOINT_MODES, SavedTensor, tree_leaves
 
 #: Prefix of the names of a node's saved tensors, packed as they are.
 RAW = "_raw_saved_"
@@ -93,11 +93,13 @@ def _inputs_of(frame: Any) -> list[Any]:
 
 
 def _saved_for_recompute(frame: Any) -> list[Any]:
-    """What the function that a checkpoint will rerun declares to hold for that (``checkpoint/recompute.py``)."""
-    found = []
+    """The results that a selective checkpoint has saved."""
+    found: list[Any] = []
     for cell in getattr(frame.recompute_fn, "__closure__", None) or ():
         with suppress(ValueError):  # an empty cell
-            found.append(getattr(cell.cell_contents, "saved_for_recomputation", None))
+            if isinstance(cell.cell_contents, SELECTIVE_CHECKPOINT_MODES):
+                results = dict(vars(cell.cell_contents)["storage"])
+                found += [getattr(held, "val", None) for held in tree_leaves(results)]
     return found
 
 
