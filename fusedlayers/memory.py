@@ -19,17 +19,8 @@ from torch import Tensor
 
 from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks
 from .ops.edits import unedited
-from .utils.autograd_graph import (
-    attributes_of,
-    checkpoints_of,
-    is_leaf,
-    is_of_checkpoint,
-    leaves_of,
-    nodes_of,
-    raw_saved,
-    saved_by,
-)
-from .utils.storages import strided_parts, tensors_in
+from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
+from .utils.storages import storages_of, strided_parts, tensors_in
 
 __all__ = ["peak_bytes", "saved_bytes"]
 
@@ -95,20 +86,6 @@ def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     return Count(_Ledger(given, excluded).total_bytes(function(*args), saved_by), refused_hooks=True)
 
 
-def bytes_not_shown(function: Callable[[], Any], kept: Any, exclude: Any) -> int | None:
-    """How many bytes ``function()`` saves that neither show in the graph of its result (``hides_what_it_saves``) nor in
-    graphs that ``kept`` holds then. None where they may be with other hooks, or the function refuses hooks."""
-    ledger = _Ledger((), tensors_in(exclude))
-    try:
-        with _hooked(ledger):
-            result = function()
-        return ledger.bytes_not_shown(result, kept)
-    except RuntimeError as error:
-        if not refuses_hooks(error):
-            raise
-    return None
-
-
 def _hooked(ledger: "_Ledger") -> AbstractContextManager[Any]:
     return torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack))
 
@@ -148,36 +125,27 @@ class _Ledger:
     """The storages that graphs hold right now, and the most bytes they held where a backward pass read them."""
 
     def __init__(self, given: Iterable[Tensor], excluded: Iterable[Tensor]) -> None:
-        self._saved: dict[int, tuple[int, ...]] = {}  # by the address of a live ``_Saved``, its keys
         self._holders: dict[int, int] = {}  # storage address -> how many saved tensors keep it alive
         self._bytes: dict[int, int] = {}  # the same keys -> what the storage counts for
         self._limits: dict[int, int] = {}
-        self._left_out: set[int] = set()
+        self._left_out = _keys_of(excluded)
         self._live_bytes = 0
         self._most_bytes = 0
         for tensor in given:
             self._limit(tensor)
-        for tensor in excluded:
-            self._leave_out(tensor)
 
     def _limit(self, tensor: Tensor) -> None:
         """Count the storage of this argument for no more than the arguments' own extent."""
         if _is_parameter(tensor):
-            self._leave_out(tensor)
+            self._left_out |= _keys_of([tensor])
         for part in strided_parts(tensor):
             extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
             key = part.untyped_storage()._cdata
             self._limits[key] = self._limits.get(key, 0) + (extent * part.element_size() if part.numel() else 0)
 
-    def _leave_out(self, tensor: Tensor) -> None:
-        """Do not count this tensor's storage, which the caller keeps alive."""
-        self._left_out |= _keys_of([tensor])
-
     def pack(self, tensor: Tensor) -> "_Saved":
         keys = () if _is_of_parameter(tensor) else tuple(self._hold(part) for part in strided_parts(tensor))
-        saved = _Saved(tensor, self)
-        self._saved[id(saved)] = keys
-        return saved
+        return _Saved(tensor, keys, self)
 
     def unpack(self, saved: "_Saved") -> Tensor:
         if backward_pass() != -1:
@@ -185,7 +153,7 @@ class _Ledger:
         return unedited((saved.tensor, saved.version))
 
     def release(self, saved: "_Saved") -> None:
-        for key in self._saved.pop(id(saved)):
+        for key in saved.keys:
             self._holders[key] -= 1
             if self._holders[key] == 0:  # the address may be reused
                 del self._holders[key]
@@ -205,24 +173,6 @@ class _Ledger:
                     self._hold(part)
         self._note()
         return self._most_bytes - parameter_bytes
-
-    def bytes_not_shown(self, result: Any, kept: Any) -> int | None:
-        """What is held right now by nodes that do not show it, and not by those of ``result`` too; None where other
-        hooks may hold some of it. The nodes of ``kept`` are of other graphs."""
-        nodes = nodes_of(tensors_in(result))
-        own = {*nodes}
-        listed = _keys_of([*leaves_of(nodes), *_past_hooks(nodes, attributes_of)])
-        shown: set[int] = set()
-        for node in nodes_of([*tensors_in(result), *tensors_in(kept)]):
-            for saved in () if is_leaf(node) else raw_saved(node):
-                if isinstance(saved.data, _Saved):
-                    shown.add(id(saved.data))
-                    if node in own:
-                        listed.update(self._saved[id(saved.data)])
-                elif saved.unpack_hook is not None and not is_of_checkpoint(saved):
-                    return None
-        hidden = {key for saved, keys in self._saved.items() if saved not in shown for key in keys}
-        return sum(self._bytes[key] for key in hidden - listed)
 
     def _note(self) -> None:
         self._most_bytes = max(self._most_bytes, self._live_bytes)
@@ -245,19 +195,19 @@ def _past_hooks(nodes: Sequence[Any], held_by: Callable[[Any], Iterable[Tensor]]
 
 
 def _keys_of(tensors: Iterable[Tensor]) -> set[int]:
-    return {part.untyped_storage()._cdata for tensor in tensors for part in strided_parts(tensor)}
+    return {storage._cdata for storage in storages_of(tensors)}
 
 
 class _Saved:
     """What the graph holds in place of a saved tensor; it lives exactly as long as the node holds it."""
 
-    __slots__ = ("ledger", "tensor", "version")
+    __slots__ = ("keys", "ledger", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, ledger: _Ledger) -> None:
+    def __init__(self, tensor: Tensor, keys: tuple[int, ...], ledger: _Ledger) -> None:
         # Detached: a saved output would otherwise reference the node that holds it, a cycle and a leak.
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.ledger = ledger
+        self.keys, self.ledger = keys, ledger
 
     def __del__(self) -> None:
         self.ledger.release(self)
@@ -290,16 +240,18 @@ def _cpu_peak_bytes(function: Callable[..., Any], *args: Any) -> int:
     # back to eager (3.4375, where the compiled step takes 2.4375), and operators' scratch memory is not seen; and
     # MemTracker counts views of untracked tensors as new memory and refuses a second root call.
     live = peak = 0
-    for event in cpu_events(function, *args):
-        if is_cpu_allocation(event):
+    for event in profile_events(function, *args):
+        if is_allocation(event, torch.device("cpu")):
             live += event.nbytes()
             peak = max(peak, live)
     return peak
 
 
-def cpu_events(function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call ``function(*args)`` and return the profiler's events, in order of time."""
-    profile = torch.profiler.profile(profile_memory=True, acc_events=True, **_CPU_ONLY)
+def profile_events(function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Call ``function(*args)`` and return the profiler's events, in order of time: operators, nodes of a backward pass,
+    and allocations on every device."""
+    activities: Any = [torch.profiler.ProfilerActivity.CPU]
+    profile = torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True)
     with _garbage_stays(), _quiet_kineto(), profile as profiler:
         function(*args)
     results = profiler.profiler.kineto_results if profiler.profiler is not None else None
@@ -307,12 +259,13 @@ def cpu_events(function: Callable[..., Any], *args: Any) -> list[Any]:
     return sorted(results.events(), key=lambda event: event.start_ns())
 
 
-def is_cpu_allocation(event: Any) -> bool:
-    """Whether the event is an allocation, or a release, of which ``event.nbytes()`` is negative."""
-    return bool(event.name() == "[memory]" and event.device_type().name == "CPU")
-
-
-_CPU_ONLY: dict[str, Any] = {"activities": [torch.profiler.ProfilerActivity.CPU]}
+def is_allocation(event: Any, device: torch.device) -> bool:
+    """Whether the event is an allocation on this device, or a release, of which ``event.nbytes()`` is negative."""
+    return bool(
+        event.name() == "[memory]"
+        and event.device_type().name == device.type.upper()
+        and device.index in (None, event.device_index())
+    )
 
 
 @contextmanager

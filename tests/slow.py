@@ -83,7 +83,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_functions_of_the_literature": 2,
         "test_kinds_and_reasons": 6,
         "test_names_of_the_table": 6,
-        "test_pictures": 1,
     },
     "test_fit": {
         "test_whole_models": 2,
@@ -120,9 +119,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_layers": {
         "test_from_modules_refuses": 60,
-    },
-    "test_memory_report": {
-        "test_compiled_code_is_one_operation_and_its_backward_pass_is_followed": 0,
     },
     "test_mlp": {
         "test_backward_makes_the_same_mask_again": 2,

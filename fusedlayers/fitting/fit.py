@@ -65,8 +65,8 @@ def fit(
             has allocated at once, without parameters, their gradients and the states of an optimizer.
         loss: of the model's result, a scalar. By default the sum of the means of all tensors that require grad.
         plan_only: whether to change nothing.
-        progress: True shows how far it has come and the time left: a bar on stderr in a terminal (with ``rich``
-            installed), elsewhere a line every 10 seconds. A function is told each stage, and which part of all is done.
+        progress: True shows how far it has come and the time left, on stderr: in a terminal a line that is written
+            over, elsewhere one every 10 seconds. A function is told each stage, and which part of all is done.
 
     Returns:
         a report: the blocks that are recomputed; bytes and the time of a step, predicted and measured.

@@ -1,59 +1,37 @@
-"""``explain``: everything the library knows of an activation, measured where it can be measured."""
+"""``explain``: what an activation, a layer or a model saves for backward, why, and how exact the derivative is."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import importlib.util
-import itertools
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parameter import is_lazy
 
-from ..activations import Activation, resolve
-from ..activations.free_variables import find_variables
-from ..call import with_operands
-from ..functional import bias_act
-from ..memory import saved_bytes
+from ..activations import resolve
+from ..derivative.features import Fold
 from ..nn.base import WithActivation
 from ..nn.conv import CONV_TYPES
 from ..nn.dense import LINEAR_TYPES
-from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..plan import describe
-from ..sizes import SMALL_BYTES
-from ..utils.isolation import in_clean_state
-from ..utils.reports import DrawnReport, NothingToDrawError
+from ..recipes.patch import patch_of
+from ..utils.formatting import counted_lines, path_text
+from ..utils.reports import DrawnReport, NothingToDrawError, Report
 from . import explanation_plot
-from .explanation_plot import FAR, Curves, inputs_within
-from .model_explanation import ModelExplanation, explain_model, is_model, said_of
+from .explanation_measurement import Accuracy, Samples, Subject, name_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-#: Inputs that derivatives are compared on: fewer of 16 bits would be left to PyTorch.
-COUNT = SMALL_BYTES // 2
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Errors of the derivative for z ~ N(0, 1), against float64: the norm of the error over that of the derivative, and
-    the largest. ``eager`` is PyTorch's own in the same dtype; ``floor`` is what rounding the exact one to it costs."""
-
-    rms: float
-    largest: float
-    eager_rms: float
-    eager_largest: float
-    floor_rms: float
 
 
 @dataclass(frozen=True)
 class Explanation(DrawnReport):
-    """What ``explain`` found. ``str()`` is a table, ``source`` the generated code, ``plot(path)`` a picture.
+    """What ``explain`` found. ``str()`` is a table, ``plot(path)`` a picture.
 
     Attributes:
         name: of the activation.
@@ -63,9 +41,9 @@ class Explanation(DrawnReport):
         saves: what a layer keeps, by dtype.
         saved_bytes: kept for each element between two layers, by dtype: (eager, here).
         accuracy: of the derivative, by dtype.
-        source: the generated Triton code; empty where there is none.
-        layer: what a layer or a block says of itself: what it keeps, and on a GPU which kernels multiply; empty for an
-            activation.
+        layer: what a layer or a block says of itself; empty for an activation.
+        fold: where the function turns, if the saved output carries the branch.
+        samples: what the picture shows, by dtype.
     """
 
     name: str
@@ -74,47 +52,53 @@ class Explanation(DrawnReport):
     saves: Mapping[str, str]
     saved_bytes: Mapping[str, tuple[float, float]]
     accuracy: Mapping[str, Accuracy]
-    source: str
     layer: str = ""
-    curves: Curves | None = field(repr=False, default=None)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
-        return {
-            "name": self.name,
-            "kind": self.kind,
-            "reason": self.reason,
-            "saves": dict(self.saves),
-            "saved_bytes": {dtype: {"eager": a, "here": b} for dtype, (a, b) in self.saved_bytes.items()},
-            "accuracy": {
-                dtype: {name: value if math.isfinite(value) else None for name, value in vars(errors).items()}
-                for dtype, errors in self.accuracy.items()
-            },
-            "source": self.source,
-            "layer": self.layer,
-        }
+    fold: Fold | None = field(repr=False, default=None)
+    samples: Mapping[str, Samples] = field(repr=False, default_factory=dict)
 
     def figure(self) -> Figure:
-        """The function, its derivative over what is saved, the derivative's errors, and bytes.
+        """The function, its derivative over the output, and the derivative's errors.
 
         Raises:
             ImportError: matplotlib is not installed.
             ValueError: PyTorch computes the function, or it raises an error.
         """
-        if self.kind == "fallback":
-            raise NothingToDrawError(f"explain: {self.name} is left to PyTorch, so that there is nothing to draw")
-        if self.curves is None or not self.accuracy:
-            raise NothingToDrawError(
-                f"explain: {self.name} or its derivative raises an error, so that there is nothing to draw"
-            )
-        return explanation_plot.draw(self, self.curves)
+        if self.kind == "fallback" or "float32" not in self.samples:
+            why = "is left to PyTorch" if self.kind == "fallback" else "or its derivative raises an error"
+            raise NothingToDrawError(f"explain: {self.name} {why}, so that there is nothing to draw")
+        return explanation_plot.draw(self)
 
     def __str__(self) -> str:
         return "\n".join(_lines(self))
 
 
+@dataclass(frozen=True)
+class ModelExplanation(Report):
+    """What ``explain`` found in a model; ``str()`` is a table.
+
+    Attributes:
+        name: of the model's class.
+        places: the paths of modules that keep less than PyTorch's, and what they keep, in a few words.
+    """
+
+    name: str
+    places: tuple[tuple[str, str], ...]
+
+    def __str__(self) -> str:
+        if not self.places:
+            return (
+                f"{self.name}: nothing is fused. fusedlayers.fuse(model) saves every value once. (Functions of "
+                "fusedlayers that its code calls are not listed.)"
+            )
+        alike: dict[str, list[str]] = {}
+        for path, text in self.places:
+            alike.setdefault(text, []).append(path)
+        rows = [(path_text(paths), text) for text, paths in alike.items()]
+        return "\n".join([f"{self.name}:", *(f"  {line}" for line in counted_lines(rows, numbers=0))])
+
+
 def explain(activation: object) -> Explanation | ModelExplanation:
-    """Say what a layer keeps of an activation, and why; measure what that costs; show the generated code.
+    """Say what a layer keeps of an activation, and why; measure what that costs.
 
     Args:
         activation: as for ``fusedlayers.dense_bias_act``: a name, a module, any callable. Or a fused layer or block,
@@ -128,46 +112,37 @@ def explain(activation: object) -> Explanation | ModelExplanation:
     >>> fl.explain(torch.tanh).kind
     'monotone'
     """
-    if isinstance(activation, nn.Module) and is_model(activation):
-        return explain_model(activation)
+    if isinstance(activation, nn.Module) and _is_model(activation):
+        return ModelExplanation(type(activation).__name__, tuple(_places(activation)))
     layer = activation if isinstance(activation, WithActivation) else None
     if layer is None and isinstance(activation, (*LINEAR_TYPES, *CONV_TYPES)):
         raise TypeError(
             f"explain: {type(activation).__name__} is a layer without an activation; pass an activation, a layer with "
             "one, or a model that fuse has changed"
         )
-    resolved = resolve(activation if layer is None else layer.activation, "explain")
-    shape = _shape(resolved)
-    record = _specialised(resolved, shape)
-    kind, reason = _kind(record)
-    given = _evaluated_from(record, layer)
-    if layer is not None and given == "input" and kind in ("monotone", "folded"):
-        again = layer.save == "recompute"
-        verb = "computes its input again" if again else "keeps its input"
-        reason = f"the layer {verb}, which determines the derivative"
-    cpu = torch.device("cpu")  # where all is measured
-    bytes_, accuracy = {}, {}
+    subject = Subject(resolve(activation if layer is None else layer.activation, "explain"), layer)
+    record, cpu = subject.record, torch.device("cpu")  # where all is measured
+    kind, reason = _kind(subject)
+    bytes_, accuracy, samples = {}, {}, {}
     for dtype in DTYPES:
+        name = name_of(dtype)
         with contextlib.suppress(Exception):  # a user's function need not work in every dtype
-            bytes_[dtype], accuracy[dtype] = _measure(resolved, shape, dtype, layer)
+            bytes_[name], accuracy[name], samples[name] = subject.measure(dtype)
     return Explanation(
         repr(record),
         kind,
         reason,
-        {_name(d): describe(record, "auto", d, cpu) if layer is None else layer.keeps(record, d) for d in DTYPES},
-        {_name(dtype): saved for dtype, saved in bytes_.items()},
-        {_name(dtype): errors for dtype, errors in accuracy.items()} if kind != "fallback" else {},
-        "" if kind == "fallback" or record.is_identity else _source(record, given),
-        "" if layer is None else said_of(layer),
-        None if kind == "fallback" else _curves(resolved, record, shape, layer, given),
+        {name_of(d): describe(record, "auto", d, cpu) if layer is None else layer.keeps(record, d) for d in DTYPES},
+        bytes_,
+        accuracy if kind != "fallback" else {},
+        "" if layer is None else _said_of(layer),
+        None if subject.keeps_input else record.fold,
+        {name: found for name, found in samples.items() if found is not None},
     )
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def _kind(record: Activation) -> tuple[str, str]:
+def _kind(subject: Subject) -> tuple[str, str]:
+    record = subject.record
     if record.fallback_reason is not None:
         return "fallback", record.fallback_reason.partition(" because ")[2]
     if record.is_identity:
@@ -175,178 +150,50 @@ def _kind(record: Activation) -> tuple[str, str]:
     refused = record.output_refusal(torch.float32)
     if refused is not None:
         return "needs input", refused
-    if record.fold is None:
-        return "monotone", "the output determines the derivative"
-    turn = f"it turns once, at z = {record.fold.position:.6g}"
-    return "folded", f"{turn}; negative outputs carry the branch in their last bit"
+    kind, reason = "monotone", "the output determines the derivative"
+    if record.fold is not None:
+        turn = f"it turns once, at z = {record.fold.position:.6g}"
+        kind, reason = "folded", f"{turn}; negative outputs carry the branch in their last bit"
+    if subject.layer is not None and subject.keeps_input:
+        verb = "computes its input again" if subject.layer.save == "recompute" else "keeps its input"
+        reason = f"the layer {verb}, which determines the derivative"
+    return kind, reason
 
 
-# --- measuring --------------------------------------------------------------------------------------------------------
+# --- models -----------------------------------------------------------------------------------------------------------
 
 
-def _specialised(record: Activation, shape: tuple[int, ...]) -> Activation:
-    """As a layer in float32 uses it, whatever the dtypes of the function's own tensors."""
-    if not record.needs_tracing:
-        return record
-    return with_operands(resolve(_in_dtype(record, torch.float32)[1]), shape, torch.float32).activation
+def _is_model(module: nn.Module) -> bool:
+    """Whether a module is more than an activation or a layer: something in it is fused, or it has layers in it."""
+    if isinstance(module, WithActivation):
+        return False
+    has_weights = any(not is_lazy(p) and p.dim() > 1 for p in module.parameters())
+    has_layers = has_weights and any(True for _ in module.children())
+    return has_layers or any(patch_of(inner) is not None for inner in module.modules())
 
 
-def _shape(record: Activation) -> tuple[int, ...]:
-    """A shape that the function takes. Channels are tried as the last dimension, and as the second of three to five;
-    that first if a tensor has dimensions behind them."""
-    from ..activations.custom import without_logging  # whose import takes a second
-
-    tensors = find_variables(record.function).tensors
-    sizes = {size for tensor in tensors for size in tensor.shape if size > 1}
-    as_second = any(tensor.numel() > 1 and tensor.shape[-1] == 1 for tensor in tensors)
-    # No fewer dimensions than a tensor has, which would add its own to the result.
-    more = [1] * max((tensor.dim() - 2 for tensor in tensors), default=0)
-    for channels in sorted(sizes, reverse=True):
-        rest = -(-COUNT // channels)
-        images = [(8, channels, *[4] * dims, -(-rest // (8 * 4**dims))) for dims in range(3)]
-        shapes = [(*more, rest, channels), *images]
-        for shape in shapes[::-1] if as_second else shapes:
-            with without_logging():
-                if _specialised(record, shape).is_fusible:
-                    return shape
-    return (*more, COUNT // 64, 64)
+def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
+    patched: list[str] = []
+    for path, module in model.named_modules():
+        patch = patch_of(module)
+        if patch is not None and patch.recompute:
+            yield path, "saves its input, and recomputes the rest"
+        elif patch is not None and not any(not outer or path.startswith(f"{outer}.") for outer in patched):
+            yield path, f"saves every value once{', exactly' if patch.exact else ''}"
+            patched.append(path)
+        if isinstance(module, WithActivation):
+            yield path, _said_of(module)
 
 
-def _in_dtype(record: Activation, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
-    """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
-    if not record.needs_tracing or record.row is not None:
-        return record.plain, record
-    from ..activations.verification import own_tensors  # with it come parts of torch whose import takes a second
-
-    variables = find_variables(record.function)
-    function = variables.rebind(own_tensors(variables, dtype))
-    return function, function
-
-
-def _errors(record: Activation, z: Tensor, layer: WithActivation | None) -> tuple[Tensor, list[Tensor]]:
-    """The derivative in float64; and how far from it are the layer's, PyTorch's, and itself rounded to z's dtype."""
-    function, activation = _in_dtype(record, z.dtype)
-    exact = _derivative(_in_dtype(record, torch.float64)[0], z.double())
-    here = _derivative(functools.partial(_applied, activation, _save(layer)), z)
-    slopes = here, _derivative(function, z), exact.to(z.dtype)
-    return exact, [(slope.double() - exact).abs() for slope in slopes]
-
-
-def _save(layer: WithActivation | None) -> str:
-    """What of ``bias_act`` has the derivative that the layer has."""
-    if layer is None or layer.save != "auto":
-        return "auto" if layer is None else layer.save
-    return "input" if isinstance(layer, FusedGatedMLP) else "auto"
-
-
-@in_clean_state
-def _measure(
-    record: Activation, shape: tuple[int, ...], dtype: torch.dtype, layer: WithActivation | None
-) -> tuple[tuple[float, float], Accuracy]:
-    z = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    exact, errors = _errors(record, z, layer)
-    real = exact.isfinite()  # elsewhere there is nothing to compare with
-    scale = float(exact[real].norm()) or 1.0
-    here, eager, floor = ((float(error[real].norm()) / scale, float(error[real].max())) for error in errors)
-
-    function, activation = _in_dtype(record, dtype)
-    fused = functools.partial(_applied, activation, _save(layer))
-    if isinstance(layer, FusedBlock):
-        kept = _kept_by_block(layer, function, activation, z.flatten(0, -2), dtype)
-    else:
-        kept = tuple(_kept_bytes(f, z, dtype) / z.numel() for f in (function, fused))
-    return (kept[0], kept[1]), Accuracy(*here, *eager, floor[0])
-
-
-def _kept_by_block(
-    layer: FusedBlock, function: Callable[[Tensor], Tensor], activation: object, hidden: Tensor, dtype: torch.dtype
-) -> tuple[float, ...]:
-    """Bytes saved for each hidden element, by eager PyTorch and by the block."""
-    rows, size = hidden.shape
-    block = type(layer)(8, size, 8, activation, save=layer.save, dtype=dtype)
-    x = torch.randn(rows, 8, dtype=dtype)
-    return tuple(
-        saved_bytes(f, x, exclude=[block, x]) / hidden.numel()
-        for f in (functools.partial(block.by_calls, function=function), block)
-    )
-
-
-def _applied(activation: object, save: str, z: Tensor) -> Tensor:
-    return bias_act(z, None, activation, save=save)
-
-
-def _derivative(function: Callable[[Tensor], Tensor], z: Tensor) -> Tensor:
-    z = z.clone().requires_grad_()
-    y = function(z)
-    return torch.autograd.grad(y, z, torch.ones_like(y))[0]
-
-
-def _kept_bytes(function: Callable[[Tensor], Tensor], z: Tensor, dtype: torch.dtype) -> int:
-    """Between an operation that keeps nothing, as a matmul does not keep its result, and one that keeps its input."""
-    weight = torch.ones((), dtype=dtype, requires_grad=True)
-    return saved_bytes(lambda z: function(z + 1) * weight, z.clone().requires_grad_(), exclude=[weight])
-
-
-@in_clean_state
-def _curves(
-    resolved: Activation, record: Activation, shape: tuple[int, ...], layer: WithActivation | None, given: str
-) -> Curves | None:
-    """What the picture shows, of the first channel. None if the function raises an error."""
-    fold = record.fold if given == "output" else None
-    # One number for each channel along which the function's tensors run, or some channels.
-    along = next((dim for dim in record.operand_dims if dim is not None), 1 - len(shape)) % len(shape)
-    points = min(4096, max(64, 4 * COUNT // shape[along]))
-    copies = -(-COUNT // (points * shape[along]))  # less would be left to PyTorch
-    line = torch.linspace(*inputs_within(FAR, fold), points)
-    sizes = [size if dim == along else 1 for dim, size in enumerate(shape)]
-    z = line.repeat(copies).view(-1, *[1] * (len(shape) - 1)).repeat(1, *sizes[1:])
-
-    def first(values: Tensor) -> Tensor:
-        return values.detach()[:points].flatten(1)[:, 0]
-
-    try:
-        function = _in_dtype(resolved, torch.float64)[0]
-        y, slope = function(z.double()), _derivative(function, z.double())
-        errors = {}
-        for dtype in (torch.float32, torch.bfloat16):
-            here, eager, rounding = map(first, _errors(resolved, z.to(dtype), layer)[1])
-            errors[_name(dtype)] = here, eager, rounding
-        return Curves(line.double(), first(y), first(slope), errors, given, fold)
-    except Exception:  # a user's function may raise anything
-        return None
-
-
-def _evaluated_from(record: Activation, layer: WithActivation | None) -> str:
-    """What the derivative is evaluated from: "output" or "input"."""
-    if record.output_refusal(torch.float32) is not None or isinstance(layer, FusedGatedMLP):
-        return "input"
-    return "input" if layer is not None and layer.save in ("input", "recompute") else "output"
-
-
-def _source(record: Activation, given: str) -> str:
-    if importlib.util.find_spec("triton") is None:
-        return "# Triton is not installed; torch operations do the work."
-    from ..activations.tracing import NotPointwise
-    from ..backends.triton.codegen import source
-
-    needs = (True,) * len(record.operand_dims)
-    try:
-        parts = [
-            source(record, "forward", given=given, dtype=torch.float32),
-            source(record, "gradient", given=given, dtype=torch.float32, needs=needs),
-        ]
-    except NotPointwise as reason:
-        return f"# On GPUs it is left to torch operations: {reason}."
-    return "\n\n".join(parts)
+def _said_of(layer: WithActivation) -> str:
+    """What a fused layer or block says of itself, with what it keeps."""
+    return f"{type(layer).__name__}: {layer.extra_repr()}"
 
 
 # --- printing ---------------------------------------------------------------------------------------------------------
 
-
-#: The table: titles, what is under them, and the widths of the columns.
-_GROUPS = (("", 1), ("a layer keeps", 1), ("bytes per element", 2), ("derivative, rms error", 3), ("largest error", 2))
-_TITLES = ("", "", "eager", "here", "eager", "here", "rounding", "eager", "here")
-_WIDTHS = (10, 41, 7, 12, 10, 10, 14, 10, 10)
+_BYTES = ("", "a layer keeps", "bytes: eager", "here")
+_ERRORS = ("rms error: eager", "here", "rounding", "largest error: eager", "here")
 
 
 def _lines(found: Explanation) -> Iterator[str]:
@@ -357,28 +204,22 @@ def _lines(found: Explanation) -> Iterator[str]:
     if not found.saved_bytes:
         yield "  nothing is measured: PyTorch raises an error for it, or it returns no tensor of its argument's shape"
         return
-    yield ""
-    widths = iter(_WIDTHS)
-    yield _row((title, sum(itertools.islice(widths, columns))) for title, columns in _GROUPS)
-    yield _row(zip(_TITLES, _WIDTHS, strict=True))
+    rows: list[tuple[str, ...]] = [(*_BYTES, *_ERRORS) if found.accuracy else _BYTES]
     for dtype, (eager, here) in found.saved_bytes.items():
-        cells = [dtype, _kept(found, dtype), f"{eager:.3g}", f"{here:.3g}"]
-        if (errors := found.accuracy.get(dtype)) is not None:
-            rms = errors.eager_rms, errors.rms, errors.floor_rms
-            cells += [f"{value:.1e}" if value else "0" for value in (*rms, errors.eager_largest, errors.largest)]
-        yield _row(zip(cells, _WIDTHS, strict=False))
+        rms = found.accuracy.get(dtype)
+        numbers = (rms.eager_rms, rms.rms, rms.floor_rms, rms.eager_largest, rms.largest) if rms else ()
+        errors = (f"{number:.1e}" if number else "0" for number in numbers)
+        rows.append((dtype, _kept(found, dtype), f"{eager:.3g}", f"{here:.3g}", *errors))
     yield ""
-    yield "  bytes: saved for backward between two layers that save nothing else"
+    yield from (f"  {line}" for line in counted_lines(rows, numbers=0))
+    yield ""
+    yield "  bytes: for each element, saved for backward between two layers that save nothing else"
     if found.accuracy:
-        yield "  errors: for z ~ N(0, 1), against float64; rounding: of the exact derivative to the dtype"
-    for reason in dict.fromkeys(_reason(saves) for saves in found.saves.values()):
+        yield "  errors: of the derivative, for z ~ N(0, 1), against float64; rounding: of the exact one to the dtype"
+    for reason in dict.fromkeys(map(_reason, found.saves.values())):
         if reason and reason not in found.reason and found.reason not in reason:
             dtypes = [dtype for dtype, saves in found.saves.items() if _reason(saves) == reason]
             yield f"  {', '.join(dtypes)}: {reason}"
-
-
-def _row(cells: Iterable[tuple[str, int]]) -> str:
-    return "  " + "".join(f"{text:<{width}}" for text, width in cells).rstrip()
 
 
 def _kept(found: Explanation, dtype: str) -> str:

@@ -18,32 +18,34 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._torch import sequence_number
 
 
 class ModuleTracker:
-    """The paths of a model's modules, and which of them ran when."""
+    """The paths of a model's modules, and which of them ran when. Code that ``torch.compile`` has compiled is of the
+    module around it."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
-        self.class_names: dict[str, str] = {"": _name(model)}
+        self.name = _name(model)
         self.modules: list[nn.Module] = []  # held, so that ids stay unique
         self._paths: dict[int, str] = {}
         self._stack: list[str] = []
         self._numbers: list[int] = []
         self._stacks: list[tuple[str, ...]] = []
         for name, module in _modules(model):
-            self._name(module, name)
+            self._add(module, name)
 
-    @property
-    def current(self) -> str:
-        """The innermost module that is running; empty outside of all, and for the model itself."""
-        return self._stack[-1] if self._stack else ""
+    def tensors(self) -> Iterator[Tensor]:
+        """The parameters and buffers of all modules."""
+        for module in self.modules:
+            yield from module.parameters(recurse=False)
+            yield from module.buffers(recurse=False)
 
     def module_of(self, *nodes: Any) -> str:
-        """The innermost module that was running when each of these nodes was made."""
+        """The innermost module that was running when each of these nodes was made; empty for the model itself."""
         module = ""
         for paths in zip(*(self._running_at(node._sequence_nr()) for node in nodes), strict=False):
             if len({*paths}) > 1:
@@ -51,8 +53,12 @@ class ModuleTracker:
             module = paths[0]
         return module
 
+    def module_at(self, number: int) -> str:
+        """The innermost module that was running when autograd gave a node this number."""
+        return next(reversed(self._running_at(number)), "")
+
     def _running_at(self, number: int) -> tuple[str, ...]:
-        """The modules that were running when autograd gave a node this number, the innermost last."""
+        """The modules that were running then, the innermost last."""
         at = bisect.bisect_right(self._numbers, number) - 1
         return self._stacks[at] if at >= 0 else ()
 
@@ -67,19 +73,14 @@ class ModuleTracker:
         def enter(module: nn.Module, *_: Any) -> None:
             if is_ours():
                 if id(module) not in self._paths:  # created in the forward pass, or referenced by a function
-                    self._name(module, ".".join(filter(None, (self.current, type(module).__name__))))
-                self._change(self._stack.append, self._paths[id(module)])
+                    self._add(module, ".".join((*self._stack[-1:], type(module).__name__)).lstrip("."))
+                self._stack.append(self._paths[id(module)])
+                self._record()
 
         def leave(module: nn.Module, *_: Any) -> None:
             if is_ours() and self._stack:
-                self._change(lambda _: self._stack.pop(), "")
-
-        def run(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            enter(module)
-            try:
-                return compiled(*args, **kwargs)
-            finally:
-                leave(module)
+                self._stack.pop()
+                self._record()
 
         with contextlib.ExitStack() as stack, warnings.catch_warnings():
             # The hooks fire for the wrapper of a compiled module too, which is harmless here.
@@ -87,23 +88,16 @@ class ModuleTracker:
             stack.callback(self._stack.clear)
             stack.callback(register_module_forward_pre_hook(enter).remove)
             stack.callback(register_module_forward_hook(leave, always_call=True).remove)
-            for module in self.modules:  # Module.compile compiles the calls of hooks too
-                compiled: Any = module._compiled_call_impl
-                if compiled is not None:
-                    stack.callback(setattr, module, "_compiled_call_impl", compiled)
-                    module._compiled_call_impl = functools.partial(run, module, compiled)
             yield
 
-    def _change(self, apply: Callable[[str], Any], path: str) -> None:
-        apply(path)
+    def _record(self) -> None:
         self._numbers.append(sequence_number())
         self._stacks.append(tuple(self._stack))
 
-    def _name(self, module: nn.Module, name: str) -> None:
+    def _add(self, module: nn.Module, name: str) -> None:
         for path, inner in module.named_modules(prefix=name):
             if id(inner) not in self._paths:
                 self._paths[id(inner)] = path
-                self.class_names.setdefault(path, type(inner).__name__)
                 self.modules.append(inner)
 
 

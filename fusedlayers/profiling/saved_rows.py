@@ -1,11 +1,12 @@
-"""What a graph saves: a row for each storage, with the modules and operations that saved it."""
+"""What a graph saves: a row for each storage, with the modules and operations that save it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,60 +15,53 @@ from .._torch import tree_leaves
 from ..activations import Activation
 from ..recipes.recipe import Saved, Value, all_of
 from ..utils.autograd_graph import checkpoints_of, is_leaf, raw_saved, saved_by
+from ..utils.formatting import merged_path, pattern_of
 from ..utils.storages import strided_parts, tensors_in
 from .module_tracker import ModuleTracker
 
-#: What a saved storage can be. Only activations count: the others existed before the call.
-KINDS = ("activation", "input", "parameter", "buffer", "constant")
+#: The dtypes of scalars in which autograd saves Python's numbers. These are not listed.
+NUMBERS = (torch.float64, torch.int64, torch.complex128, torch.bool)
 
 
 @dataclass(frozen=True)
 class Row:
-    """A storage that is saved for the backward pass.
+    """A storage that is saved for the backward pass, and that the forward pass has made.
 
     Attributes:
         module: path of the innermost module that was running when it was first saved; for a checkpoint, of the
             innermost one that was running throughout. Empty for the model itself.
-        module_class: the name of that module's class.
         operation: what saved it first: a node of autograd, such as GeluBackward0, or an operation of this library.
         shape, dtype: of the tensor that was saved first; others can be views of the same storage.
         bytes: of the whole storage, which a view keeps alive.
-        kind: "activation"; or, of what existed before the call and does not count, "input", "parameter", "buffer",
-            or "constant" (a tensor from elsewhere).
         shared_with: the other (module, operation) pairs that saved it.
     """
 
     module: str
-    module_class: str
     operation: str
     shape: tuple[int, ...]
     dtype: str
     bytes: int
-    kind: str
     shared_with: tuple[tuple[str, str], ...]
 
 
-@dataclass(frozen=True)
-class Saver:
-    """A node that saves a tensor, or part of one."""
+class Saver(NamedTuple):
+    """The nodes that save a tensor: one, or those of a checkpoint."""
 
-    module: str
+    nodes: Sequence[Any]
     operation: str
     tensor: Tensor
 
 
-def savers_of(nodes: Sequence[Any], device: torch.device, tracker: ModuleTracker) -> dict[int, list[Saver]]:
-    """The nodes that save each storage of a device, in their order; by the storage's address."""
-    savers: dict[int, list[Saver]] = {}
+def savers_of(nodes: Sequence[Any], device: torch.device) -> Iterator[Saver]:
+    """What saves tensors on a device, in the order of the nodes; of tensors that wrap others, for each of these."""
     saved = (([node], operation_of(node), chain(saved_by(node), _saved_once(node))) for node in nodes)
     recomputed = ((own, "checkpoint", tensors) for own, tensors in checkpoints_of(nodes))
     for own, operation, tensors in chain(saved, recomputed):
-        module = tracker.module_of(*own)
         for tensor in tensors:
             for part in strided_parts(tensor):
-                if part.device == device and part.untyped_storage().nbytes():
-                    savers.setdefault(part.untyped_storage()._cdata, []).append(Saver(module, operation, part))
-    return savers
+                is_number = part.dim() == 0 and part.dtype in NUMBERS
+                if part.device == device and part.untyped_storage().nbytes() and not is_number:
+                    yield Saver(own, operation, part)
 
 
 def _saved_once(node: Any) -> Iterator[Tensor]:
@@ -78,32 +72,27 @@ def _saved_once(node: Any) -> Iterator[Tensor]:
             yield from tensors_in(value.packed)
 
 
-def row_of(savers: Sequence[Saver], kind: str, tracker: ModuleTracker) -> Row:
-    """The row of the storage that these nodes save."""
-    first, pairs = savers[0], dict.fromkeys((saver.module, saver.operation) for saver in savers)
-    return Row(
-        first.module,
-        tracker.class_names[first.module],
-        first.operation,
-        tuple(first.tensor.shape),
-        str(first.tensor.dtype).removeprefix("torch."),
-        first.tensor.untyped_storage().nbytes(),
-        kind,
-        tuple(pairs)[1:],
-    )
-
-
-def preexisting_kinds(tracker: ModuleTracker, inputs: Iterable[Tensor], leaves: Iterable[Tensor]) -> dict[int, str]:
-    """The kinds of the storages that existed before the call, by their addresses."""
-    buffers = (buffer for module in tracker.modules for buffer in module.buffers(recurse=False))
-    parameters = (parameter for module in tracker.modules for parameter in module.parameters(recurse=False))
-    kinds = (("parameter", leaves), ("buffer", buffers), ("input", inputs), ("parameter", parameters))
-    return {
-        part.untyped_storage()._cdata: kind
-        for kind, tensors in kinds
-        for tensor in tensors
-        for part in strided_parts(tensor)
-    }
+def rows_of(
+    savers: Iterable[Saver], tracker: ModuleTracker, existing: Container[int]
+) -> Iterator[tuple[Row, tuple[int, ...]]]:
+    """A row for each storage that is not ``existing``, where addresses are, and the numbers of all nodes that save
+    it."""
+    by_storage: dict[int, list[Saver]] = {}
+    for saver in savers:
+        if (address := saver.tensor.untyped_storage()._cdata) not in existing:
+            by_storage.setdefault(address, []).append(saver)
+    for own in by_storage.values():
+        (module, operation), *others = dict.fromkeys((tracker.module_of(*s.nodes), s.operation) for s in own)
+        first = own[0].tensor
+        row = Row(
+            module,
+            operation,
+            tuple(first.shape),
+            str(first.dtype).removeprefix("torch."),
+            first.untyped_storage().nbytes(),
+            tuple(others),
+        )
+        yield row, tuple(node._sequence_nr() for saver in own for node in saver.nodes)
 
 
 def operation_of(node: Any) -> str:
@@ -113,3 +102,31 @@ def operation_of(node: Any) -> str:
         return str(node.name())
     found = [leaf for leaf in tree_leaves(vars(node)) if isinstance(leaf, Activation)]
     return f"fusedlayers.{function.__name__}" + (f"({found[0]!r})" if found else "")
+
+
+class Entry(NamedTuple):
+    """What the same modules of repeated blocks save by one operation, in one shape: a line of a table."""
+
+    modules: str
+    operation: str
+    tensors: str
+    bytes: int
+
+
+def entries_of(rows: Iterable[Row], model: str) -> list[Entry]:
+    """The entries, the most bytes first. The model itself is called ``model``."""
+    alike: dict[Any, list[Row]] = {}
+    for row in rows:
+        operation = row.operation + (f" +{len(row.shared_with)}" if row.shared_with else "")
+        alike.setdefault((pattern_of(row.module), operation, _tensor_text(row)), []).append(row)
+    entries = []
+    for (_, operation, tensor), own in alike.items():
+        modules = merged_path(dict.fromkeys(row.module for row in own)) or model
+        tensors = f"{len(own)} of {tensor}" if len(own) > 1 else tensor
+        entries.append(Entry(modules, operation, tensors, sum(row.bytes for row in own)))
+    return sorted(entries, key=lambda entry: -entry.bytes)
+
+
+def _tensor_text(row: Row) -> str:
+    is_part = row.bytes > math.prod(row.shape) * getattr(torch, row.dtype).itemsize
+    return f"{' x '.join(map(str, row.shape)) or 'scalar'} {row.dtype}{', of a larger buffer' if is_part else ''}"

@@ -73,11 +73,6 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tenso
         yield own, inputs + list(_tensors(_saved_for_recompute(frame)))
 
 
-def is_of_checkpoint(saved: Any) -> bool:
-    """Whether a checkpoint's hooks have got a saved tensor, packed as it is: they drop it."""
-    return next(_frames_behind(saved), None) is not None
-
-
 def _frames_behind(saved: Any) -> Iterator[Any]:
     """The checkpoint whose hook has got a saved tensor."""
     for cell in getattr(saved.unpack_hook, "__closure__", None) or ():

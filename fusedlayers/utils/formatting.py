@@ -109,12 +109,15 @@ def path_text(modules: Iterable[str]) -> str:
     return ", ".join(merged_path(paths) or "the model" for paths in alike.values())
 
 
-def counted_lines(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The lines of a table whose first column is numbers, below a header."""
-    first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
-    for number, *texts in rows:
-        padded = (f"{text:<{width}}" for text, width in zip(texts, widths, strict=True))
-        yield "  ".join((f"{number:>{first}}", *padded)).rstrip()
+def counted_lines(rows: Sequence[Sequence[str]], numbers: int = 1) -> Iterator[str]:
+    """The lines of a table below a header, whose first columns, so many, are numbers."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        padded = (
+            f"{text:>{width}}" if column < numbers else f"{text:<{width}}"
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(padded).rstrip()
 
 
 def _merged(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:

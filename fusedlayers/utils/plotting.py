@@ -11,19 +11,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-#: Apart for every colour vision: the two nearest, blue and green for who sees no blue, are 14 units of CIELAB apart.
-#: (tests/test_plotting.py simulates it.) Text on ORANGE, SKY, LEMON and GREY is dark, on the others white.
-BLUE, ORANGE, GREEN, SKY, WINE, LEMON, GREY = (
-    "#2166ac",
-    "#e08214",
-    "#1b7837",
-    "#92c5de",
-    "#882255",
-    "#f6e27a",
-    "#8d97a3",
-)
-DARK = (BLUE, GREEN, WINE)
-INK, PALE = "#22303c", "#e7ecf1"
+#: Apart for every colour vision: the two nearest are 14 units of CIELAB apart, of simulated ones too (Machado 2009).
+BLUE, ORANGE, SKY, WINE, GREY = "#2166ac", "#e08214", "#92c5de", "#882255", "#8d97a3"
+INK = "#22303c"
 #: What PyTorch does and what this library does, in every picture.
 EAGER, HERE = GREY, BLUE
 

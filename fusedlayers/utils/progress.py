@@ -1,19 +1,19 @@
-"""How far a long run has come: a bar on stderr in a terminal, elsewhere a line now and then.
+"""How far a long run has come: a line on stderr that is written over in a terminal, elsewhere a new one now and then.
 
 Functions of the library show nothing unless they are asked to, by ``progress=True``; the demo always does.
 
-The bar is drawn when it is told something and at no other time: a thread that redraws it would take the interpreter
-from what is being measured. The price is that the estimate stands still within a stage.
+Something is written when a stage is told of and at no other time: a thread would take the interpreter from what is
+being measured. The price is that the estimate stands still within a stage.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
-from typing import TextIO
 
 from .formatting import duration_text
 
@@ -51,78 +51,51 @@ def within(on_stage: OnStage, start: float, end: float) -> OnStage:
     return lambda stage, part: on_stage(stage, round(start + (end - start) * part, 2))
 
 
-#: Between two lines, where no bar can be drawn. A run that takes less says nothing.
+#: Between two lines, outside of a terminal. A run that takes less says nothing.
 LINE_SECONDS = 10
+#: Moves to the start of a terminal's line, and erases it.
+ERASE = "\r\x1b[K"
 
 
 @contextlib.contextmanager
 def shown() -> Iterator[OnStage]:
-    """Yield what is told of each stage. Nothing is written to stdout, and the bar is gone at the end."""
+    """Yield what is told of each stage. Nothing is written to stdout, and a terminal's line is gone at the end."""
+    is_terminal = _is_terminal()
     first: tuple[float, float] | None = None
+    last = time.monotonic()
 
-    def left(part: float) -> str:
-        """By what has been done since the first stage was told of: what comes before it compiles, and is done once."""
-        nonlocal first
+    def on_stage(stage: str, part: float) -> None:
+        nonlocal first, last
         now = time.monotonic()
-        if first is None:
-            first = now, part
-        seconds, done = now - first[0], part - first[1]
-        return f", {duration_text(seconds * (1 - part) / done)} left" if done > 0 and part < 1 else ""
+        # By what has been done since the first stage was told of: what comes before it compiles, and is done once.
+        first = (now, part) if first is None else first
+        done = part - first[1]
+        left = f", {duration_text((now - first[0]) * (1 - part) / done)} left" if done > 0 and part < 1 else ""
+        line = f"{part:4.0%} {stage}{left}"
+        if is_terminal:
+            _write(ERASE + line[: shutil.get_terminal_size().columns - 1])
+        elif now - last >= LINE_SECONDS:
+            last = now
+            _write(line + "\n")
 
-    with _bar() if _can_draw() else _lines() as write:
-        yield lambda stage, part: write(f"{stage}{left(part)}", part)
-
-
-def _is_terminal(stream: TextIO | None) -> bool:
-    """None is a stream of programs without a console. A closed one, or one of a user's, may not say."""
     try:
-        return stream is not None and stream.isatty()
+        yield on_stage
+    finally:
+        if is_terminal:
+            _write(ERASE)
+
+
+def _is_terminal() -> bool:
+    """Whether stderr is one that moves its cursor. It is None in programs without a console; a closed one, or one of a
+    user's, may not say."""
+    try:
+        return sys.stderr is not None and sys.stderr.isatty() and os.environ.get("TERM") not in (None, "", "dumb")
     except (AttributeError, OSError, ValueError):
         return False
 
 
-def _can_draw() -> bool:
-    if not _is_terminal(sys.stderr) or find_spec("rich") is None:
-        return False
-    from rich.console import Console
-
-    return not Console(stderr=True).is_dumb_terminal
-
-
-@contextlib.contextmanager
-def _bar() -> Iterator[OnStage]:
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-    from rich.table import Column
-
-    # A narrow terminal cuts the text, not the bar.
-    column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
-    text = TextColumn("{task.description}", markup=False, table_column=column)
-    columns = BarColumn(20), TaskProgressColumn(), text
-    # Lines that go to the same terminal are moved above the bar; those that go elsewhere are none of its business.
-    shares_terminal = _is_terminal(sys.stdout)
-    with Progress(
-        *columns,
-        console=Console(stderr=True),
-        transient=True,
-        expand=True,
-        auto_refresh=False,
-        redirect_stdout=shares_terminal,
-    ) as progress:
-        task = progress.add_task("", total=1.0)
-        yield lambda text, part: progress.update(task, completed=part, description=text, refresh=True)
-
-
-@contextlib.contextmanager
-def _lines() -> Iterator[OnStage]:
-    last = time.monotonic()
-
-    def write(text: str, part: float) -> None:
-        nonlocal last
-        if sys.stderr is None or time.monotonic() - last < LINE_SECONDS:
-            return
-        last = time.monotonic()
+def _write(text: str) -> None:
+    if sys.stderr is not None:
         with contextlib.suppress(AttributeError, OSError, ValueError):  # nobody reads it any more, or it is closed
-            print(f"{part:4.0%} {text}", file=sys.stderr, flush=True)
-
-    yield write
+            sys.stderr.write(text)
+            sys.stderr.flush()

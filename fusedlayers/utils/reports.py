@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html
 import io
 from os import PathLike
@@ -18,7 +19,13 @@ _NO_MODEL = "it is a report, and no model. fuse and fit change the model itself;
 
 
 class Report:
-    """A report whose ``str()`` is a table. A notebook shows the table, because it asks for ``_repr_html_``."""
+    """A dataclass whose ``str()`` is a table. A notebook shows the table, because it asks for ``_repr_html_``."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON: its fields, but for those that only pictures need."""
+        report: Any = self
+        shown = {field.name for field in dataclasses.fields(report) if field.repr}
+        return {name: value for name, value in dataclasses.asdict(report).items() if name in shown}
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
