@@ -121,8 +121,6 @@ PUBLISHED = (
         "monotone",
         _ABOVE,
     ),
-    # Elliott, A Better Activation Function for Artificial Neural Networks, 1993: the 0..1 form
-    Published("elliott", lambda z: 0.5 + 0.5 * z / (1 + z.abs()), "monotone", _ABOVE),
     # Carlile et al., Improving Deep Learning by Inverse Square Root Linear Units, 2017, alpha = 1
     Published("isru", lambda z: z / torch.sqrt(1 + z * z), "monotone", _ABOVE),
     Published("isrlu", _isrlu, "monotone", "a linear half and an ISRU"),
@@ -134,22 +132,14 @@ PUBLISHED = (
     Published("hexpo", _hexpo, "monotone", _ABOVE),
     # Gompertz, 1825, as an activation: Iliev et al., 2018
     Published("gompertz", lambda z: torch.exp(-torch.exp(-z)), "monotone", _ABOVE),
-    # Sibi et al., Analysis of Different Activation Functions, 2013: the complementary log-log
-    Published("loglog", lambda z: -torch.expm1(-torch.exp(z)), "monotone", _ABOVE),
-    # The bipolar (antisymmetric) sigmoid: LeCun et al., Efficient BackProp, 1998
-    Published("bipolar_sigmoid", lambda z: 2 * torch.sigmoid(z) - 1, "monotone", "a tanh"),
-    Published("lecun_tanh", lambda z: 1.7159 * torch.tanh(z * (2 / 3)), "monotone", "a scaled tanh"),
     Published("arctan", torch.atan, "monotone", _ABOVE),
     Published("bent_identity", lambda z: (torch.sqrt(z * z + 1) - 1) / 2 + z, "monotone", _ABOVE),
     Published("erf", torch.erf, "monotone", _ABOVE),
-    Published("gudermannian", lambda z: 2 * torch.atan(torch.tanh(z / 2)), "monotone", _ABOVE),
     Published("double_exponential", _double_exponential, "monotone", "two exponentials and a line"),
     Published("asinh", torch.asinh, "monotone", "grows as a logarithm"),
     Published("relu1", lambda z: F.hardtanh(z, 0, 1), "monotone", "two plateaus"),
     # Liu et al., 2019: natural logarithm rectified linear unit, beta = 1
     Published("nlrelu", lambda z: torch.log1p(torch.relu(z)), "monotone", "a logarithm, and a plateau"),
-    # Xu et al., Revise Saturated Activation Functions, 2016
-    Published("penalized_tanh", lambda z: torch.tanh(z) * torch.where(z > 0, 1.0, 0.25), "monotone", "a kink at 0"),
     # A cube root whose tangent at 0 is finite (one that is vertical there, as the table's cbrt, is refused)
     Published("cube_root_like", _cube_root_like, "monotone", _ABOVE),
     # A PReLU and an SReLU whose parameters no longer train
@@ -161,8 +151,6 @@ PUBLISHED = (
     Published("hard_elish", _hard_elish, "input", "clamp has the slope 1 at its ends, and 0 beyond"),
     # Liu and Di, TanhExp: A Smooth Activation Function, 2020
     Published("tanhexp", lambda z: z * torch.tanh(torch.exp(z)), "folded", _ONE_DIP),
-    # Wang et al., Smish, 2022
-    Published("smish", lambda z: z * torch.tanh(torch.log1p(torch.sigmoid(z))), "folded", _ONE_DIP),
     # Naveen, Phish: A Novel Hyper-Optimizable Activation Function, 2022
     Published("phish", lambda z: z * torch.tanh(F.gelu(z)), "input", "turns twice"),
     # Zhu et al., Logish, 2021
@@ -182,8 +170,6 @@ PUBLISHED = (
     # Biswas et al., TanhSoft, 2020: TanhSoft-1 with alpha = 0.87, TanhSoft-2 with beta = 0.75 and gamma = 0.75
     Published("tanhsoft1", lambda z: torch.tanh(0.87 * z) * F.softplus(z), "folded", _ONE_DIP),
     Published("tanhsoft2", lambda z: z * torch.tanh(0.75 * torch.exp(0.75 * z)), "folded", _ONE_DIP),
-    # Alcaide, E-swish, 2018, beta = 1.5
-    Published("eswish", lambda z: 1.5 * z * torch.sigmoid(z), "folded", _ONE_DIP),
     # Madhu et al., NIPUNA, 2023: max(z sigmoid(z), z)
     Published("nipuna", lambda z: torch.maximum(z * torch.sigmoid(z), z), "input", "a kink at 0 beside its minimum"),
     # Chieng et al., Flatten-T Swish, 2018, T = -0.2
@@ -195,9 +181,6 @@ PUBLISHED = (
     # --- the output does not tell -------------------------------------------------------------------------------------
     Published("gaussian", lambda z: torch.exp(-z * z), "input", "at a top at 1 an output tells too little"),
     Published("sinc", lambda z: torch.sinc(z / math.pi), "input", "turns without end"),
-    Published("cosine", torch.cos, "input", "turns without end"),
-    # Noel et al., Growing Cosine Unit, 2021
-    Published("growing_cosine", lambda z: z * torch.cos(z), "input", "turns without end, grows without bound"),
     Published("mexican_hat", lambda z: (1 - z * z) * torch.exp(-z * z / 2), "input", "turns three times"),
     # Ziyin et al., Neural Networks Fail to Learn Periodic Functions, 2020, a = 1
     Published("snake_fixed", lambda z: z + torch.sin(z).square(), "input", "its slope never settles"),
@@ -205,7 +188,6 @@ PUBLISHED = (
     Published(
         "star_relu_fixed", lambda z: 0.8944 * torch.relu(z).square() - 0.4472, "input", "its slope grows without bound"
     ),
-    Published("heaviside_tanh", lambda z: torch.where(z > 0, torch.tanh(z) + 1, z), "monotone", "jumps, and rises"),
     Published("cube", lambda z: z**3, "input", "its slope grows without bound"),
     Published("tanhshrink", lambda z: z - torch.tanh(z), "input", "flat at 0 as z^3"),
     Published("hardshrink", F.hardshrink, "monotone", "jumps, and rises"),

@@ -69,9 +69,9 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_custom": {
         "test_a_bias_may_run_along_another_dimension": 11,
-        "test_all_numbers_of_16_bits_of_fixed_functions": 10,
+        "test_all_numbers_of_16_bits": 20,
         "test_dense": 16,
-        "test_derivatives_of_fixed_functions": 8,
+        "test_derivatives_of_published_functions": 16,
         "test_numbers_that_change_at_every_call_are_given_up": 0,
         "test_values_and_gradients": 16,
         "test_what_the_table_has_is_recognised": 2,

@@ -6,6 +6,7 @@ import math
 import pickle
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +15,10 @@ from reference import all_values, derivative, encoding_error, second_derivative,
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.activations import DTYPES, Activation, Row, activations, record, register, resolve, rows, table
+from fusedlayers.activations import DTYPES, Activation, Row, activations, record, resolve, rows, table
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import GELU_ERRORS
-from fusedlayers.derivative.features import Fold, find_features
+from fusedlayers.derivative.features import Fold
 from fusedlayers.derivative.folded import fit
 from fusedlayers.derivative.polynomial import PRECISIONS
 from fusedlayers.plan import describe
@@ -133,11 +134,6 @@ def test_bound_rows_are_one_object_per_parameter_set(row: Row) -> None:
         row.bind(slant=1.0)
 
 
-def test_a_name_is_registered_once() -> None:
-    with pytest.raises(ValueError, match="'gelu' is already registered"):
-        register(Row("gelu", torch.relu))
-
-
 # --- resolve ----------------------------------------------------------------------------------------------------------
 
 #: Arguments that modules without defaults need.
@@ -169,36 +165,81 @@ def test_what_a_row_stands_for_resolves_to_it(row: Row, target: object, argument
         assert resolve(changed) is row.bind(**values)
 
 
-def test_gelu_is_told_from_its_tanh_form() -> None:
-    assert resolve(F.gelu) is resolve("gelu")
-    assert resolve(functools.partial(F.gelu, approximate="tanh")) is resolve("gelu_tanh") is resolve(nn.GELU("tanh"))
+@pytest.mark.parametrize(
+    ("given", "row", "parameters"),
+    [
+        (None, "identity", {}),
+        (resolve("mish"), "mish", {}),
+        (nn.GELU("tanh"), "gelu_tanh", {}),
+        (functools.partial(F.gelu, approximate="tanh"), "gelu_tanh", {}),
+        (nn.ReLU(inplace=True), "relu", {}),
+        (functools.partial(F.leaky_relu, negative_slope=0.2, inplace=True), "leaky_relu", {"negative_slope": 0.2}),
+        (fl.GELU("tanh"), "gelu_tanh", {}),
+        (fl.ELU(0.5), "elu", {"alpha": 0.5}),
+        (fl.silu, "silu", {}),
+        (functools.partial(fl.elu, alpha=0.5), "elu", {"alpha": 0.5}),
+        ("swish", "silu", {}),
+        ("GELU-PyTorch-tanh", "gelu_tanh", {}),
+        ("LeakyReLU", "leaky_relu", {}),
+    ],
+    ids=str,
+)
+def test_what_resolves_to_a_row(given: object, row: str, parameters: dict[str, float]) -> None:
+    assert resolve(given) is table.bound(row, parameters)
 
 
-def test_inplace_is_no_parameter() -> None:
-    assert resolve(nn.ReLU(inplace=True)) is resolve("relu")
-    resolved = resolve(functools.partial(F.leaky_relu, negative_slope=0.2, inplace=True))
-    assert resolved.parameters == {"negative_slope": 0.2}
-
-
-def test_resolve_takes_records_and_none() -> None:
-    assert resolve(None) is resolve("identity")
-    assert resolve(resolve("mish")) is resolve("mish")
+SLOPE = torch.tensor([0.5])
 
 
 @pytest.mark.parametrize(
-    ("name", "arguments"), [("GELU", ("tanh",)), ("SiLU", ()), ("ELU", (0.5,)), ("LeakyReLU", (0.2,))]
+    "given",
+    [functools.partial(F.elu, alpha=SLOPE), nn.LeakyReLU(SLOPE), functools.partial(torch.mul, 0.5)],  # type: ignore[arg-type]
+    ids=["tensor", "tensor of a module", "positional"],
 )
-def test_drop_ins_resolve_like_the_modules_they_replace(name: str, arguments: tuple[object, ...]) -> None:
-    resolved = resolve(getattr(fl, name)(*arguments))
-    assert resolved is resolve(getattr(nn, name)(*arguments))
-    assert resolved.fallback_reason is None
+def test_what_is_no_number_of_a_row_is_traced(given: object) -> None:
+    assert resolve(given).needs_tracing
 
 
-def test_drop_in_functions_resolve_like_the_functions_they_replace() -> None:
-    assert resolve(fl.gelu) is resolve("gelu")
-    assert resolve(functools.partial(fl.gelu, approximate="tanh")) is resolve("gelu_tanh")
-    assert resolve(fl.silu) is resolve("silu")
-    assert resolve(functools.partial(fl.elu, alpha=0.5)) is resolve(nn.ELU(0.5))
+def _replaced(module: nn.Module) -> None:
+    module.forward = lambda z: F.gelu(z)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", [nn.GELU, fl.GELU])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda module: module.register_forward_hook(lambda *_: None), "it has hooks"),
+        (lambda module: module.register_forward_pre_hook(lambda *_: None), "it has hooks"),
+        (_replaced, "forward has been replaced"),
+    ],
+)
+def test_modules_that_were_changed_are_called(kind: type[nn.Module], change: Callable[..., Any], words: str) -> None:
+    module, z, calls = kind(), torch.randn(300, requires_grad=True), []
+    change(module)
+    assert words in (resolve(module).fallback_reason or "")
+    module.register_forward_hook(lambda *_: calls.append(1))
+    torch.testing.assert_close(fl.bias_act(z, None, module), F.gelu(z))
+    torch.testing.assert_close(fl.dense_bias_act(z, torch.eye(300), None, module), F.gelu(z))
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ("gleu", ValueError, "unknown activation 'gleu'; did you mean 'gelu'? The known ones are: identity, relu"),
+        ("GELO", ValueError, "did you mean 'gelu'? The"),
+        ("leakyrely", ValueError, "did you mean 'leaky_relu'? The"),
+        ("xyz", ValueError, "unknown activation 'xyz'; the known ones are: " + ", ".join(activations())),
+        (3, TypeError, "activation must be a name, a module, a function or None, got int: 3"),
+        (["gelu"], TypeError, "a function or None, got list"),
+        (True, TypeError, "a function or None, got bool"),
+        (nn.PReLU, TypeError, "an instance, PReLU(...), and not the class PReLU"),
+    ],
+    ids=str,
+)
+def test_what_is_no_activation_is_refused(given: object, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=f"^resolve: .*{re.escape(words)}"):
+        resolve(given)
 
 
 class _Sevenfold(nn.GELU):
@@ -219,27 +260,6 @@ def test_modules_that_compute_something_else_stay_themselves(module: nn.Module) 
     assert torch.equal(fl.dense_bias_act(z, torch.eye(5), None, module), module(z))
 
 
-@pytest.mark.parametrize("register_hook", ["register_forward_hook", "register_forward_pre_hook"])
-@pytest.mark.parametrize("module", [nn.GELU(), fl.GELU()], ids=["torch", "drop-in"])
-def test_modules_with_hooks_are_called(module: nn.Module, register_hook: str) -> None:
-    module = copy.deepcopy(module)
-    calls: list[object] = []
-    getattr(module, register_hook)(lambda *_: calls.append(1))
-    assert "it has hooks" in (resolve(module).fallback_reason or "")
-    z = torch.randn(300, requires_grad=True)
-    torch.testing.assert_close(fl.bias_act(z, None, module), F.gelu(z))
-    torch.testing.assert_close(fl.dense_bias_act(z, torch.eye(300), None, module), F.gelu(z))
-    torch.testing.assert_close(module(z), F.gelu(z))
-    assert len(calls) == 3
-
-
-def test_a_module_whose_forward_was_replaced_is_called() -> None:
-    module = nn.GELU()
-    module.forward = lambda z: 7 * z  # type: ignore[method-assign]
-    assert "forward has been replaced" in (resolve(module).fallback_reason or "")
-    assert torch.equal(fl.bias_act(torch.ones(300), None, module), torch.full((300,), 7.0))
-
-
 def test_a_function_without_the_arguments_that_it_must_have_fails_as_in_torch() -> None:
     # The row has defaults of its own, which are not torch's: it has none.
     assert resolve(functools.partial(F.threshold, threshold=0.1, value=0.0)).name == "trelu"
@@ -248,47 +268,11 @@ def test_a_function_without_the_arguments_that_it_must_have_fails_as_in_torch() 
             fl.bias_act(torch.ones(300), None, incomplete)
 
 
-def test_parameters_that_are_tensors_are_not_numbers() -> None:
-    slope = torch.tensor([0.5])
-    assert resolve(functools.partial(F.elu, alpha=slope)).needs_tracing
-    assert resolve(nn.LeakyReLU(slope)).needs_tracing  # type: ignore[arg-type]
-
-
 def test_old_parameter_values_are_forgotten() -> None:
     row = next(row for row in rows() if row.name == "leaky_relu")
     for i in range(3000):
         row.bind(negative_slope=1.0 + i)
     assert record._bound.cache_info().currsize <= 1024
-
-
-def test_positional_arguments_in_a_partial_are_not_parameters() -> None:
-    half = functools.partial(torch.mul, 0.5)
-    assert resolve(half).needs_tracing
-    assert torch.equal(fl.bias_act(torch.ones(3), None, half), torch.full((3,), 0.5))
-
-
-def test_unknown_names_list_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown activation 'gleu'.*" + ".*".join(activations())):
-        resolve("gleu")
-
-
-@pytest.mark.parametrize(
-    ("unknown", "meant"),
-    [
-        ("gelo", "gelu"),
-        ("GELO", "gelu"),
-        ("leakyrely", "leaky_relu"),
-        ("gelu_tahn", "gelu_tanh"),
-        ("xyz", None),
-        ("", None),
-    ],
-)
-def test_unknown_names_name_the_closest_one(unknown: str, meant: str | None) -> None:
-    listed = "the known ones are: " if meant is None else f"did you mean {meant!r}? The known ones are: "
-    with pytest.raises(
-        ValueError, match=f"^resolve: unknown activation {unknown!r}; {re.escape(listed)}identity, relu"
-    ):
-        resolve(unknown)
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
@@ -304,28 +288,6 @@ def test_names_are_found_however_they_are_spelled(row: Row) -> None:
         assert resolve(spelling) is resolve(name)
 
 
-#: torch's classes that need no arguments (Threshold does), by the rows that they stand for.
-CLASSES = {
-    target: row
-    for row in rows()
-    for target, _ in row.stands_for
-    if isinstance(target, type) and target is not nn.Threshold
-}
-
-
-@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
-def test_torchs_classes_are_spelled_like_their_rows(kind: type[nn.Module]) -> None:
-    named, found = resolve(kind.__name__), resolve(kind())
-    assert named.row is found.row and named.parameters == found.parameters
-
-
-@pytest.mark.parametrize(
-    ("name", "row"), [("swish", "silu"), ("gelu_new", "gelu_tanh"), ("GELU-PyTorch-tanh", "gelu_tanh")]
-)
-def test_other_names_that_people_know(name: str, row: str) -> None:
-    assert resolve(name) is resolve(row) and name not in fl.activations()
-
-
 def test_spellings_are_names_everywhere() -> None:
     x, w = torch.randn(40, 8), torch.randn(30, 8)
     expected = F.leaky_relu(F.linear(x, w))
@@ -335,23 +297,6 @@ def test_spellings_are_names_everywhere() -> None:
         assert layer.activation == name and "activation=leaky_relu" in repr(layer)
     compiled = torch.compile(lambda x: fl.dense_bias_act(x, w, None, "LeakyReLU"), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x.requires_grad_()), expected)
-
-
-def test_names_are_looked_up_before_spellings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "spelled", None)
-    assert resolve("leaky_relu").name == "leaky_relu"
-
-
-@pytest.mark.parametrize("nonsense", [3, 1.5, ["gelu"], True])
-def test_what_cannot_be_called_is_refused(nonsense: object) -> None:
-    expected = f"activation must be a name, a module, a function or None, got {type(nonsense).__name__}"
-    with pytest.raises(TypeError, match=expected):
-        resolve(nonsense)
-
-
-def test_a_class_is_no_activation() -> None:
-    with pytest.raises(TypeError, match=r"an instance, PReLU\(...\), and not the class PReLU"):
-        resolve(nn.PReLU)
 
 
 # --- the branch bit ---------------------------------------------------------------------------------------------------
@@ -424,14 +369,6 @@ def test_the_fold_is_the_minimum(activation: Activation) -> None:
     assert float(values.min()) > folded.fold.extremum - 1e-16
     slope = derivative(activation.function, torch.stack([position - 1e-9, position + 1e-9]))
     assert slope[0] < 0 < slope[1]
-
-
-def test_the_minimum_of_silu_is_lamberts() -> None:
-    fold = find_features(F.silu).fold
-    assert fold is not None
-    w = 0.2784645427610738  # Lambert's W(1/e): the minimum of z/(1+exp(-z)) is -W(1/e), at -1 - W(1/e)
-    assert fold.extremum == pytest.approx(-w, abs=1e-16)
-    assert fold.position == pytest.approx(-1 - w, abs=1e-12)
 
 
 @every_folded

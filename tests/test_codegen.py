@@ -382,10 +382,10 @@ def test_functions_of_torch_and_their_derivatives(name: str, role: str) -> None:
     [
         (torch.lgamma, "lgamma has no"),
         (torch.acos, "acos has no"),
-        (lambda z: torch.div(z, 0.7, rounding_mode="floor"), "fmod has no"),
+        (lambda z: torch.div(z, 0.7, rounding_mode="floor"), "div with rounding_mode has no"),
         (lambda z: torch.exp(z.double()).float(), "cast to torch.float64 has no"),
         (lambda z: torch.pow(z.int(), 3).float(), "pow in torch.int32 has no"),
-        (lambda z: (z.int() // 3).float(), "a rounded division of integers"),
+        (lambda z: (z.int() // 3).float(), "floor_divide in torch.int32 has no"),
         (lambda z: torch.polygamma(2, z), "polygamma has no"),
         (lambda z: torch.complex(z, z).abs(), "complex"),
         (lambda z: torch.nextafter(z, torch.ones_like(z)), "nextafter has no"),

@@ -324,7 +324,7 @@ INSIDE |= {
     "gelu tanh": lambda z: F.gelu(z, approximate="tanh"),
     "in place": lambda z: F.elu(F.hardtanh(z * 1, -5.0, 5.0, inplace=True), inplace=True),
     "logit": lambda z: torch.logit(torch.sigmoid(z), 1e-3),
-    "modules": nn.Sequential(nn.Softplus(3.0), nn.LogSigmoid(), nn.Hardswish(), nn.RReLU().eval()),
+    "modules": nn.Sequential(nn.Softplus(3.0), nn.LogSigmoid(), nn.Hardswish()),
     "rrelu": lambda z: F.rrelu(z, training=False),
     "set item": lambda z: _masked(z),
     "threshold": lambda z: F.threshold(z, 0.1, -0.2),

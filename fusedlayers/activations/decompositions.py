@@ -54,10 +54,8 @@ def to_core() -> Table:
 
 @functools.cache
 def to_single_results() -> Table:
-    """Decompositions of operations that return more than one result, that take unused noise, or that fill the elements
-    that a mask selects."""
-    rrelu = {operator: own for operator, own in _OWN.items() if "rrelu" in str(operator)}
-    return {**decompositions_of([aten.log_sigmoid_forward]), **rrelu, **_FILLING}
+    """Decompositions of operations that return more than one result, or that fill the elements that a mask selects."""
+    return {**decompositions_of([aten.log_sigmoid_forward]), **_FILLING}
 
 
 @functools.cache
@@ -97,42 +95,6 @@ def _in_one_type(overload: Any, kind: Any) -> Callable[..., Any]:
 
 def _truth(value: Any) -> Any:
     return value if value.dtype == torch.bool else value != 0
-
-
-def _divide(x: Any, y: Any, *, rounding_mode: str | None) -> Any:
-    if rounding_mode == "floor":
-        return _floor_divide(x, y)
-    quotient = torch.true_divide(x, y)
-    if rounding_mode is None:
-        return quotient
-    _refuse_integers(x, y)
-    return torch.trunc(quotient)
-
-
-def _floor_divide(x: Any, y: Any) -> Any:
-    # As torch's kernels do, from the exact remainder: a quotient may be rounded up to a whole number that it is below.
-    _refuse_integers(x, y)
-    quotient = torch.true_divide(x, y)
-    remainder = torch.fmod(x, y) if isinstance(x, Tensor) else torch.fmod(torch.full_like(y, x), y)
-    whole = (x - remainder) / y
-    whole = torch.where((remainder != 0) & ((remainder < 0) != (y < 0)), whole - 1, whole)
-    floor = torch.floor(whole)
-    floor = torch.where(whole - floor > 0.5, floor + 1, floor)
-    floor = torch.where(whole != 0, floor, torch.copysign(torch.zeros_like(quotient), quotient))
-    if isinstance(y, Tensor):
-        return torch.where(y == 0, quotient, floor)
-    return floor if y else quotient
-
-
-def _refuse_integers(*arguments: Any) -> None:
-    if not any(isinstance(a, Tensor) and a.is_floating_point() for a in arguments):
-        raise NotPointwise("a rounded division of integers has no decomposition here")
-
-
-def _round_decimals(x: Tensor, *, decimals: int) -> Tensor:
-    if decimals < 0:
-        return torch.round(x / 10.0**-decimals) * 10.0**-decimals
-    return torch.round(x * 10.0**decimals) / 10.0**decimals
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
@@ -176,29 +138,6 @@ _FILLING: Table = {
 }
 
 
-def _rrelu(
-    x: Tensor, noise: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
-) -> Any:
-    return NotImplemented if training else torch.where(x > 0, x, x * ((lower + upper) / 2))
-
-
-def _rrelu_and_noise(x: Tensor, noise: Tensor, *arguments: Any, **options: Any) -> Any:
-    result = _rrelu(x, noise, *arguments, **options)
-    return result if result is NotImplemented else (result, noise)
-
-
-def _rrelu_backward(
-    grad: Tensor, x: Tensor, noise: Tensor, lower: float, upper: float, training: bool, self_is_result: bool
-) -> Any:
-    return NotImplemented if training else torch.where(x > 0, grad, grad * ((lower + upper) / 2))
-
-
-def _logit_backward(grad: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
-    low, high = (0.0, 1.0) if eps is None else (eps, 1 - eps)
-    outside = math.nan if eps is None else 0.0
-    return torch.where((x >= low) & (x <= high), grad / (x * (1 - x)), outside)
-
-
 def _zeros(size: Any, **options: Any) -> Tensor:
     # For uninitialised memory, where any number will do, and for autograd's zero gradients.
     return torch.full(size, 0, dtype=options.get("dtype"))
@@ -206,23 +145,12 @@ def _zeros(size: Any, **options: Any) -> Tensor:
 
 _OWN: Table = {
     EFFICIENT_ZEROS.default: _zeros,
-    aten.angle.default: lambda x: torch.where(torch.isnan(x), x, torch.where(x < 0, math.pi, 0.0)),
-    aten.div.Scalar_mode: _divide,
-    aten.div.Tensor_mode: _divide,
     aten.empty.memory_format: _zeros,
-    aten.floor_divide.Scalar: _floor_divide,
-    aten.floor_divide.default: _floor_divide,
     aten.gelu.default: _gelu,
     aten.gelu_backward.default: _gelu_backward,
     aten.hardshrink_backward.default: lambda grad, x, lambd: torch.where((x >= -lambd) & (x <= lambd), 0.0, grad),
-    aten.ldexp.Tensor: lambda x, exponent: x * torch.pow(2.0, exponent),
     aten.logical_and.default: lambda x, y: _truth(x) & _truth(y),
     aten.logical_not.default: lambda x: ~_truth(x),
     aten.logical_or.default: lambda x, y: _truth(x) | _truth(y),
     aten.logical_xor.default: lambda x, y: _truth(x) ^ _truth(y),
-    aten.logit_backward.default: _logit_backward,
-    aten.round.decimals: _round_decimals,
-    aten.rrelu_with_noise.default: _rrelu,
-    aten.rrelu_with_noise_backward.default: _rrelu_backward,
-    aten.rrelu_with_noise_functional.default: _rrelu_and_noise,
 }

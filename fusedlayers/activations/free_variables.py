@@ -1,47 +1,28 @@
-"""The free variables of a function: the tensors and all other values that it reads besides its argument.
+"""The free variables of a function: the tensors, modules and plain numbers that it reads besides its argument.
 
-A user's activation may be a lambda over a parameter, a partial, a bound method or a module. Two functions with the same
-code that read the same numbers compute the same from their tensors, so the trace of one serves the other.
-``find_variables`` returns the tensors, and a key that is equal for two such functions. It searches where Python does:
-closures, defaults, the globals and attributes that the code names, a module's parameters and buffers. It searches the
-code of the function and of everything that it may call: methods and properties whose names occur, and functions of the
-same program. A call takes 25 us for a simple function.
+``find_variables`` reads them off closures, defaults, a partial's arguments, and the globals and attributes that code
+names: that of the function, and that of all functions and methods of the same program that it may call. It returns the
+tensors, and a key. Two functions with one key compute the same from their tensors: the trace of one serves the other.
+A call takes 25 us for a simple function.
 
-What it does not do: code of installed packages is not searched, and is assumed not to change its behaviour. State that
-no attribute shows (a C extension's, a file's) is not seen; objects that may hide some are refused.
+Whatever else a function reads (an object, a dict, a generator of random numbers) is a refusal: PyTorch computes it.
+Code of installed packages is not searched, and is assumed not to change its behaviour.
 """
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
-import random
+import os
 import sys
 import types
-from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.overrides import has_torch_function
 
-from .python_values import (
-    RANDOM,
-    UNTRACED,
-    attributes_of,
-    draws_random_numbers,
-    is_buffer,
-    is_constant,
-    is_filled,
-    is_fixed,
-    is_installed_code,
-    is_library,
-    names_in,
-    unwrapped,
-    user_classes,
-)
+from ..utils.bounded_cache import BoundedCache
 
 #: Builds a value anew from other tensors.
 Make = Callable[[Sequence[Tensor]], Any]
@@ -54,10 +35,9 @@ class FreeVariables(NamedTuple):
         code: the code that is called, or what identifies it; equal also for functions that read other numbers.
         key: equal for functions that compute the same from tensors of equal shapes and dtypes.
         tensors: the tensors that the function reads.
-        rebind: ``rebind(tensors)`` is the function with its tensors replaced by others.
+        rebind: ``rebind(tensors)`` is the function with its tensors replaced by others. It shares no state with it.
         refusal: why the key cannot be relied on, or None.
-        objects: the objects that were searched, the function first. Everything else that the function reads is an
-            immutable value, or a definition that programs make once.
+        objects: the functions, modules and sequences that were searched, the function first.
     """
 
     code: Hashable
@@ -70,38 +50,30 @@ class FreeVariables(NamedTuple):
 
 def find_variables(function: Callable[..., Any]) -> FreeVariables:
     """The free variables of a function, found without calling it."""
-    called = _called_code(function)
-    visitor = _Visitor(_cached_names.get(called, _CALLED))
-    key, make = visitor.visit(function)
-    while visitor.fewest < len(visitor.names):  # an object was searched before all names of the code had been found
-        visitor = _Visitor(visitor.names)
-        key, make = visitor.visit(function)
-        if len(_cached_names) >= _CACHED:
-            _cached_names.clear()
-        _cached_names[called] = frozenset(visitor.names)
-    return FreeVariables(called, key, tuple(visitor.tensors), make, visitor.refusal, tuple(visitor.searched))
-
-
-def _called_code(function: Any) -> Hashable:
-    """The code object that is called; or the class, with the name where one class serves many built-in functions."""
-    while inner := function.func if isinstance(function, functools.partial) else _compiled_from(function):
-        function = inner
-    if isinstance(function, nn.Module):  # nn.Module.__getattr__ is slow to say that an attribute is missing
-        return type(function), None
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code if isinstance(code, types.CodeType) else (type(function), getattr(function, "__name__", None))
-
-
-def _compiled_from(function: Any) -> Any:
-    """What ``torch.compile`` was given, if it returned ``function``; else None."""
-    own = vars(function) if isinstance(function, types.FunctionType) else {}
-    # functools.wraps copies attributes to functions that compute something else.
-    return own.get("_torchdynamo_orig_callable") if own.get("_torchdynamo_wrapper_id") == id(function) else None
+    code = _called_code(function)
+    names = _names.get(code, _CALLED)
+    while True:  # names select attributes, and are known after a first walk
+        search = _Search(names)
+        key, make = search.visit(function)
+        if search.names_in_code == names:
+            return FreeVariables(code, key, tuple(search.tensors), make, search.refusal, tuple(search.objects))
+        names = _names.put(code, search.names_in_code)
 
 
 #: The names that were found in a function's code the last time, which avoids a second walk.
-_cached_names: dict[Hashable, frozenset[str]] = {}
-_CACHED = 512
+_names: BoundedCache[frozenset[str]] = BoundedCache()
+
+
+def _called_code(function: Any) -> Any:
+    """The code that is called; a module's class; or a built-in function."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, nn.Module):  # nn.Module.__getattr__ is slow to say that an attribute is missing
+        return type(function)
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if isinstance(code, types.CodeType):
+        return code
+    return function if isinstance(function, types.BuiltinFunctionType) else type(function)
 
 
 def must_call_reason(*modules: nn.Module) -> str | None:
@@ -114,316 +86,243 @@ def must_call_reason(*modules: nn.Module) -> str | None:
     return None
 
 
-_TENSORS = (Tensor, nn.Parameter)
-_VALUES = (
-    *(type(None), bool, int, float, complex, str, bytes, range, slice),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo, torch.iinfo),
+_NUMBERS = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str),
+        *(torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, torch.finfo),
+    }
 )
-_CONTAINERS = (tuple, list, dict, set, frozenset, deque)
-#: A container with more elements is refused, because every call would search it. Of a module with more parameters (a
-#: whole network) only the attributes count that the code names.
-_LARGE = 64
-#: An array with more bytes is refused likewise.
-_LARGE_BYTES = 4096
+#: A longer tuple or list is refused, because every call would search it.
+_LONGEST = 64
+OWN_BACKWARD = "it calls an autograd.Function, whose backward pass is not traced; write it in torch's operations"
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 #: Attributes of ``nn.Module`` itself that do not change what a module computes.
 _MODULE_OWN = frozenset(vars(nn.Module())) - {"training"}
-#: Methods that are called without their name in the code, besides those with double underscores. Of these the ones in
-#: ``_NOT_CALLED`` do not count: an ``__init__`` names every attribute, used or not.
-_CALLED = frozenset({"forward", "backward"})
-_NOT_CALLED = frozenset({"__init__", "__new__", "__del__", "__repr__", "__reduce__", "__getstate__", "__setstate__"})
-#: Code with one of these names may read attributes that it does not name.
-_ANY_NAME = frozenset({"getattr", "vars", "__dict__"})
+#: Methods that are called without their name in the code.
+_CALLED = frozenset(
+    {
+        *("forward", "__call__", "__getattr__", "__getattribute__", "__getitem__", "__len__", "__iter__", "__bool__"),
+        *("__contains__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__"),
+        *("__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__neg__"),
+    }
+)
+#: Code with one of these names reads what it does not name, or what a trace does not show: the process's state, a
+#: tensor's place in the graph and the hooks on it, and streams that are written to.
+_UNTRACED = frozenset(
+    {
+        *("getattr", "hasattr", "setattr", "delattr", "attrgetter", "vars", "__dict__", "globals", "locals", "eval"),
+        *("exec", "getenv"),
+        *("children", "named_children", "modules", "named_modules", "_modules", "_buffers", "_parameters"),
+        *("parameters", "named_parameters", "buffers", "named_buffers", "state_dict"),
+        *("get_parameter", "get_buffer", "get_submodule"),
+        *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "is_inference_mode_enabled"),
+        *("is_compiling", "is_dynamo_compiling", "get_default_dtype", "get_default_device"),
+        *("storage_offset", "data_ptr", "is_grad_enabled", "requires_grad", "is_leaf", "grad_fn", "retain_grad"),
+        *("register_hook", "register_multi_grad_hook", "print", "write", "warn"),
+    }
+)
 
 
-class _Identity:
-    """A key that equals only the key of the same object. It holds the object, so that no other one gets its address."""
+class _Search:
+    """A walk over all that a function reads. ``visit`` returns a value's part of the key, and its ``Make``.
 
-    def __init__(self, value: object) -> None:
-        self.value = value
+    ``names`` select attributes; ``names_in_code`` are those that the walk has met.
+    """
 
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Identity) and other.value is self.value
-
-
-class _Visitor:
-    """Walks over everything that a function reads. ``visit`` returns a value's part of the key, and its ``Make``."""
-
-    def __init__(self, names: Iterable[str]) -> None:
+    def __init__(self, names: frozenset[str]) -> None:
+        self.names, self.names_in_code = names, names
         self.tensors: list[Tensor] = []
+        self.objects: list[object] = []  # held, so that their addresses stay theirs
         self.refusal: str | None = None
-        #: The objects that were searched. Holding them keeps their addresses unique.
-        self.searched: list[object] = []
-        #: The globals and attributes that the code names, as far as it has been searched; and how many of them were
-        #: known when attributes were first selected by name.
-        self.names = set(names)
-        self.fewest = sys.maxsize
+        self._indices: dict[int, int] = {}
         self._seen: dict[int, tuple[int, Make]] = {}
-        self._numbers: dict[int, int] = {}
         self._bypassed: set[int] = set()
 
     def visit(self, value: Any) -> tuple[Hashable, Make]:
-        kind = type(value)
-        if kind in _VALUES:
-            return (kind, repr(value)), lambda tensors: value
+        if type(value) in _NUMBERS or isinstance(value, (int, float, str)):
+            return (type(value), repr(value)), lambda tensors: value
         if isinstance(value, Tensor):
             return self._tensor(value)
         if id(value) in self._seen:
             number, make = self._seen[id(value)]
             return ("reference", number), make
-        original = _compiled_from(value)
-        if original is not None:  # it computes the same, and can be traced
-            return self.visit(original)
-        visit = self._visit_method(value)
-        if visit is None:
-            return _Identity(value), lambda tensors: value
+        if _is_definition(value):
+            return value, lambda tensors: value
+        visits = _VISITS.get(type(value)) or next((v for kind, v in _VISITS.items() if isinstance(value, kind)), None)
+        if visits is None:
+            kind = type(getattr(value, "__self__", value)).__name__  # of a built-in method its object's
+            self._refuse(f"it reads a {kind}, which is no tensor, module, function or plain number")
+            return None, lambda tensors: value
         number = len(self._seen)
         self._seen[id(value)] = number, lambda tensors: value  # in a cycle the object itself
-        self.searched.append(value)
-        key, make = visit(value)
+        self.objects.append(value)
+        key, make = visits(self, value)
         self._seen[id(value)] = number, make
         return key, make
 
-    def _visit_method(self, value: Any) -> Callable[[Any], tuple[Hashable, Make]] | None:
-        if isinstance(value, types.FunctionType):
-            return None if self.searched and is_library(value) else self._function
-        if isinstance(value, types.BuiltinFunctionType):
-            return self._bound_builtin if isinstance(value.__self__, (Tensor, random.Random)) else None
-        for kind, visit in (
-            (functools.partial, self._partial),
-            (types.MethodType, self._method),
-            (nn.Module, self._module),
-            (_CONTAINERS, self._container),
-        ):
-            if isinstance(value, kind):
-                return visit
-        if isinstance(value, (type, types.ModuleType)):
-            return None if is_library(value) else self._namespace
-        if is_buffer(value):
-            return self._buffer
-        if isinstance(value, functools._lru_cache_wrapper):
-            return self._cached
-        return self._object
+    def _refuse(self, reason: str | None) -> None:
+        self.refusal = self.refusal or reason
 
     def _tensor(self, tensor: Tensor) -> tuple[Hashable, Make]:
-        index = self._numbers.setdefault(id(tensor), len(self.tensors))
+        if type(tensor) not in (Tensor, nn.Parameter):
+            self._refuse(f"it reads a {type(tensor).__name__}")
+            return None, lambda tensors: tensor
+        index = self._indices.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
-            if type(tensor) not in _TENSORS and not _is_ordinary(tensor):
-                self.refusal = f"it reads a {type(tensor).__name__}"
-                return _Identity(tensor), lambda tensors: tensor
             self.tensors.append(tensor)
-        key = (index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
-        return key, lambda tensors: tensors[index]
+        return (index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad), lambda tensors: tensors[index]
 
     def _parts(self, parts: Mapping[Any, Any]) -> tuple[Hashable, Callable[..., dict[Any, Any]]]:
         """Visit the values of a dict, which is made anew as a dict."""
-        key: list[Hashable] = []
-        makes: dict[Any, Make] = {}
-        for name, value in parts.items():
-            kind = type(value)
-            if kind in _VALUES:  # most are, and this is walked at every call
-                key.append((name, kind, repr(value)))
-            else:
-                of_value, makes[name] = self.visit(value)
-                key.append((name, of_value))
-        return tuple(key), lambda tensors: {**parts, **{name: make(tensors) for name, make in makes.items()}}
+        if not parts:
+            return (), lambda tensors: {}
+        visited = {name: self.visit(value) for name, value in parts.items()}
+        key = tuple((name, key) for name, (key, _) in visited.items())
+        return key, lambda tensors: {name: make(tensors) for name, (_, make) in visited.items()}
+
+    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: values[name] for name in sorted(self.names & values.keys())}
 
     def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
-        code = function.__code__
+        code, scope, cells = function.__code__, function.__globals__, function.__closure__ or ()
         # Of a package's function only the closure counts: a decorator's holds the function that it decorates.
-        names = names_in(code) if len(self.searched) == 1 or not is_installed_code(function) else frozenset()
-        self.names |= names
-        scope = function.__globals__
-        cells = function.__closure__ or ()
-        closure = {i: c.cell_contents for i, c in enumerate(cells) if is_filled(c)}
-        named = {name: scope[name] for name in sorted(names & scope.keys())}
-        read = {name: value for name, value in named.items() if not is_fixed(value)}
-        if any(draws_random_numbers(value, names) for value in named.values()):
-            self.refusal = self.refusal or RANDOM
-        for name in sorted(names & UNTRACED):
-            self.refusal = self.refusal or f"its code names {name}, which a trace does not follow"
-        defaults = dict(enumerate(function.__defaults__ or ()))
-        keywords = function.__kwdefaults__ or {}
-        attributes = vars(function)
-        if not (closure or read or defaults or keywords or attributes):
-            return code, lambda tensors: function
-        parts = [self._parts(part) for part in (closure, read, defaults, keywords, attributes)]
+        names = frozenset() if _is_installed(code) else names_in(code)
+        self.names_in_code |= names
+        if "_torchdynamo_orig_callable" in vars(function):
+            self._refuse("torch.compile made it, or a function that it calls; pass what torch.compile was given")
+        for name in sorted(names & _UNTRACED):
+            self._refuse(f"its code names {name}, which a trace does not follow")
+        closure = {}
+        for i, cell in enumerate(cells):
+            with contextlib.suppress(ValueError):  # the variable has not been set
+                closure[i] = cell.cell_contents
+        read = {name: scope[name] for name in sorted(names & scope.keys())}
+        defaults, keywords = dict(enumerate(function.__defaults__ or ())), function.__kwdefaults__ or {}
+        parts = [self._parts(part) for part in (closure, read, defaults, keywords, self._named(vars(function)))]
 
         def rebuild(tensors: Sequence[Tensor]) -> Any:
             cells_of, globals_of, defaults_of, keywords_of, attributes_of = (make(tensors) for _, make in parts)
             made = types.FunctionType(
                 code,
-                {**scope, **globals_of} if globals_of else scope,
+                {**scope, **globals_of},
                 function.__name__,
-                tuple(defaults_of.values()) or None,
+                tuple(defaults_of.values()),
                 tuple(types.CellType(cells_of[i]) if i in cells_of else cell for i, cell in enumerate(cells)),
             )
-            made.__kwdefaults__ = keywords_of or None
-            vars(made).update(attributes_of)
+            made.__kwdefaults__ = keywords_of
+            vars(made).update({**vars(function), **attributes_of})
             return made
 
         return (code, *(key for key, _ in parts)), rebuild
 
-    def _bound_builtin(self, method: types.BuiltinFunctionType) -> tuple[Hashable, Make]:
-        key, make = self.visit(method.__self__)
-        return ("builtin", method.__name__, key), lambda tensors: getattr(make(tensors), method.__name__)
-
     def _partial(self, partial: functools.partial[Any]) -> tuple[Hashable, Make]:
-        key, make = self._parts({0: partial.func, 1: partial.args, 2: partial.keywords})
+        parts = (partial.func, *partial.args, *partial.keywords.values())
+        key, make = self._parts(dict(enumerate(parts)))
+        count = len(partial.args)
 
         def rebuild(tensors: Sequence[Tensor]) -> Any:
-            function, arguments, keywords = make(tensors).values()
-            return functools.partial(function, *arguments, **keywords)
+            function, *made = make(tensors).values()
+            keywords = dict(zip(partial.keywords, made[count:], strict=True))
+            return functools.partial(function, *made[:count], **keywords)
 
-        return ("partial", key), rebuild
+        return ("partial", count, tuple(partial.keywords), key), rebuild
 
     def _method(self, method: types.MethodType) -> tuple[Hashable, Make]:
-        function: Any = method.__func__
         self._bypassed.add(id(method.__self__))  # a module whose method is called is not called itself
-        key, make = self._parts({0: function, 1: method.__self__})
+        key, make = self._parts({0: method.__func__, 1: method.__self__})
         return ("method", key), lambda tensors: types.MethodType(*make(tensors).values())
 
     def _module(self, module: nn.Module) -> tuple[Hashable, Make]:
-        """All attributes of a module; of a large module only those that the code names."""
+        """The attributes that the code of its class names; all of them, if a package's code may read them."""
         if id(module) not in self._bypassed:
-            self.refusal = self.refusal or must_call_reason(module)
-        members = self._members(type(module))
-        has = [vars(module)[part] for part in _MODULE_PARTS]
-        own: Mapping[str, Any] = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
-        if module._modules and sum(1 for _ in module.parameters()) > _LARGE:
-            has = [self._named(values) for values in has]
-            own = self._named(own)
-        parts = [self._parts(part) for part in (own, *has, members)]
+            self._refuse(must_call_reason(module))
+        kind: Any = type(module)
+        own = {name: value for name, value in vars(module).items() if name not in _MODULE_OWN}
+        held: list[Mapping[str, Any]] = [own, *(vars(module)[part] for part in _MODULE_PARTS)]
+        if len(user_classes(kind)) == len(kind.__mro__) - 2:  # all but nn.Module and object
+            held = [self._named(values) for values in held]
+        parts = [self._parts(values) for values in held]
 
         def rebuild(tensors: Sequence[Tensor]) -> Any:
-            made = object.__new__(type(module))
-            own_of, *has_of, _ = (make(tensors) for _, make in parts)
-            registered = {n: {**vars(module)[n], **of} for n, of in zip(_MODULE_PARTS, has_of, strict=True)}
+            made = object.__new__(kind)
+            own_of, *held_of = (make(tensors) for _, make in parts)
+            registered = {n: {**vars(module)[n], **of} for n, of in zip(_MODULE_PARTS, held_of, strict=True)}
             vars(made).update({**vars(module), **own_of, **registered})
             return made
 
-        return (type(module), *(key for key, _ in parts)), rebuild
+        return (kind, *(key for key, _ in parts), self._members(kind)), rebuild
 
-    def _container(self, container: Any) -> tuple[Hashable, Make]:
-        kind = type(container)
-        if len(container) > _LARGE:
-            self.refusal = f"it reads a {kind.__name__} of {len(container)} values; let it read a tensor"
-            return _Identity(container), lambda tensors: container
-        if isinstance(container, (set, frozenset)):
-            return (kind, frozenset(self.visit(value)[0] for value in container)), lambda tensors: copy.copy(container)
-        is_dict = isinstance(container, dict)
-        key, make = self._parts(container if is_dict else dict(enumerate(container)))
+    def _class(self, kind: Any) -> tuple[Hashable, Make]:
+        if issubclass(kind, torch.autograd.Function):
+            self._refuse(OWN_BACKWARD)
+        elif not issubclass(kind, nn.Module):
+            self._refuse(f"it reads the class {kind.__name__}")
+        return (kind, self._members(kind)), lambda tensors: kind
 
-        def rebuild(tensors: Sequence[Tensor]) -> Any:
-            made = make(tensors)
-            if isinstance(container, tuple):
-                return tuple.__new__(kind, made.values())
-            copied = copy.copy(container)
-            if is_dict:
-                copied.update(made)
-            else:
-                copied.clear()
-                copied.extend(made.values())
-            return copied
+    def _members(self, kind: type) -> Hashable:
+        """The key of the methods and attributes of the program's own classes that the code names."""
+        # Looked up at every call, because they may be set like an object's.
+        return tuple(self._parts(self._named(vars(base)))[0] for base in user_classes(kind))
 
-        return (kind, key), rebuild
+    def _sequence(self, values: Any) -> tuple[Hashable, Make]:
+        kind = type(values)
+        if kind not in (tuple, list) or len(values) > _LONGEST:
+            self._refuse(f"it reads a {kind.__name__} of {len(values)} values; let it read a tensor")
+            return None, lambda tensors: values
+        key, make = self._parts(dict(enumerate(values)))
+        return (kind, key), lambda tensors: kind(make(tensors).values())
 
-    def _buffer(self, array: Any) -> tuple[Hashable, Make]:
-        view = memoryview(array)
-        if view.nbytes > _LARGE_BYTES:
-            self.refusal = f"it reads a {type(array).__name__} of {view.nbytes} bytes; let it read a tensor"
-            return _Identity(array), lambda tensors: array
-        return (type(array), view.format, view.shape, view.tobytes()), lambda tensors: copy.copy(array)
+    def _namespace(self, space: types.ModuleType) -> tuple[Hashable, Make]:
+        return (space, self._parts(self._named(vars(space)))[0]), lambda tensors: space
 
-    def _cached(self, function: Any) -> tuple[Hashable, Make]:
-        """A function with a cache. Its cached results may stem from earlier values, so the object's identity counts."""
-        return ("cached", _Identity(function), self.visit(function.__wrapped__)[0]), lambda tensors: function
 
-    def _namespace(self, space: Any) -> tuple[Hashable, Make]:
-        """The attributes that the code names of a class or of a Python module."""
-        if isinstance(space, type):
-            found = self._members(space, also=("__init__", "__new__"))
-        else:
-            found = {name: value for name, value in self._named(vars(space)).items() if not is_fixed(value)}
-        return (_Identity(space), self._parts(found)[0]), lambda tensors: space
-
-    def _object(self, value: Any) -> tuple[Hashable, Make]:
-        """The attributes that the code names of an instance; all of them if a package's methods may read them."""
-        kind: Any = type(value)
-        if isinstance(value, random.Random):
-            self.refusal = self.refusal or RANDOM
-        members = self._members(kind)
-        found = dict(attributes_of(value))
-        if len(user_classes(kind)) == len(kind.__mro__) - 1:  # all but object
-            found, identity = self._named(found), None
-        else:
-            identity = _Identity(value)
-            if not (found or callable(value) or is_constant(value)):
-                self.refusal = f"it reads a {kind.__name__}, which may change unseen; let it read a tensor or a number"
-            if kind.__module__.partition(".")[0] == "torch":
-                found = {}
-            if len(found) > _LARGE:
-                self.refusal = f"it reads a {kind.__name__} of {len(found)} attributes; let it read a tensor"
-                found = {}
-        if not found:
-            return (kind, self._parts(members)[0], identity), lambda tensors: value
-        key, make = self._parts(found)
-
-        def rebuild(tensors: Sequence[Tensor]) -> Any:
-            made = copy.copy(value)
-            for name, part in make(tensors).items():
-                object.__setattr__(made, name, part)
-            return made
-
-        return (kind, key, self._parts(members)[0], identity), rebuild
-
-    # --- names --------------------------------------------------------------------------------------------------------
-
-    def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        self.fewest = min(self.fewest, len(self.names))
-        names = self.names if self.names.isdisjoint(_ANY_NAME) else values.keys()
-        return {name: value for name, value in values.items() if name in names}
-
-    def _members(self, kind: Any, also: Iterable[str] = ()) -> dict[Any, Any]:
-        """The members of an object's classes that may be called or read. Their code's names join ``names``."""
-        bases = user_classes(kind)
-        if not bases:
-            return {}
-        found, names = _found_members(bases, frozenset(self.names), frozenset(also))
-        self.names |= names
-        self.fewest = min(self.fewest, len(self.names))
-        # Looked up at every call, because a class's attributes may be set like an object's.
-        members = {at: unwrapped(vars(bases[at[0]])[at[1]]) for at in found}
-        return {at: member for at, member in members.items() if not is_fixed(member)}
+_VISITS: dict[Any, Callable[[_Search, Any], tuple[Hashable, Make]]] = {
+    types.FunctionType: _Search._function,
+    functools.partial: _Search._partial,
+    types.MethodType: _Search._method,
+    nn.Module: _Search._module,
+    type: _Search._class,
+    tuple: _Search._sequence,
+    list: _Search._sequence,
+    types.ModuleType: _Search._namespace,
+}
 
 
 @functools.lru_cache(1024)
-def _found_members(
-    bases: tuple[type, ...], names: frozenset[str], also: frozenset[str]
-) -> tuple[tuple[tuple[int, str], ...], frozenset[str]]:
-    """The members (index of the class, name) that ``names`` reach, and ``names`` with all names in their code."""
-    before: frozenset[str] = frozenset()
-    found: dict[tuple[int, str], None] = {}
-    while before != names:
-        before = names
-        for i, base in enumerate(bases):
-            for name, member in vars(base).items():
-                is_implicit = name.startswith("__") and name not in _NOT_CALLED
-                if not (is_implicit or name in names or name in also):
-                    continue
-                value = unwrapped(member)
-                if isinstance(value, types.FunctionType):
-                    names = names | names_in(value.__code__)
-                elif is_implicit:
-                    continue
-                found[i, name] = None
-    return tuple(found), names
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """The globals and attributes that the code and the functions defined in it name."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
-def _is_ordinary(tensor: Tensor) -> bool:
-    """Whether a subclass of Tensor behaves like Tensor and has values: not a fake tensor, not a lazy parameter."""
-    same = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not has_torch_function((tensor,))
-    return same and not is_lazy(tensor)
+@functools.lru_cache(1024)
+def user_classes(kind: Any) -> tuple[type, ...]:
+    """The classes of ``kind.__mro__`` that no installed package defines."""
+    return tuple(base for base in kind.__mro__ if not _is_definition(base))
+
+
+def _is_definition(value: Any) -> bool:
+    """Whether torch, Python or an installed package defines it, so that programs do not change it."""
+    if isinstance(value, types.FunctionType):  # one with a closure may be a user's, decorated by a package
+        return value.__closure__ is None and _is_installed(value.__code__)
+    if isinstance(value, types.BuiltinFunctionType):
+        return value.__self__ is None or isinstance(value.__self__, (type, types.ModuleType))
+    if isinstance(value, type):
+        module = sys.modules.get(value.__module__)
+        file = getattr(module, "__file__", None)
+        return value.__module__ in sys.builtin_module_names if file is None else file.startswith(_INSTALLED)
+    if isinstance(value, types.ModuleType):
+        return value.__name__.partition(".")[0] in ("torch", "math")
+    # What torch and NumPy have in place of functions: operators of torch.ops, and NumPy's universal functions.
+    is_operation = type(value).__module__.partition(".")[0] in ("torch", "numpy") and callable(value)
+    return isinstance(value, types.MethodDescriptorType) or (is_operation and not isinstance(value, nn.Module))
+
+
+def _is_installed(code: types.CodeType) -> bool:
+    return code.co_filename.startswith((*_INSTALLED, "<frozen "))
+
+
+#: The folders of Python's own modules, of installed packages, and of this one.
+_INSTALLED = tuple(
+    os.path.dirname(file) + os.sep for file in (os.__file__, os.path.dirname(torch.__file__), os.path.dirname(__file__))
+)

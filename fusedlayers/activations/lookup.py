@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from torch import nn
@@ -91,10 +91,6 @@ def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation
     return None
 
 
-def _are_numbers(parameters: Mapping[str, object]) -> bool:
-    return all(isinstance(value, (int, float)) for value in parameters.values())
-
-
 def _resolve_function(function: Callable[..., Any]) -> Activation:
     keywords: dict[str, Any] = {}
     target = function
@@ -104,7 +100,8 @@ def _resolve_function(function: Callable[..., Any]) -> Activation:
     for row, arguments, required in table.stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
         parameters = {key: value for key, value in keywords.items() if key not in arguments}
         selected = all(keywords.get(key) == value for key, value in arguments.items())
-        if selected and required <= set(parameters) <= set(row.parameters) and _are_numbers(parameters):
+        are_numbers = all(isinstance(value, (int, float)) for value in parameters.values())
+        if selected and are_numbers and required <= set(parameters) <= set(row.parameters):
             return row.bind(**parameters)
     return Activation(_name(function), function, needs_tracing=True)
 

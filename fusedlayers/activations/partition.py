@@ -10,7 +10,6 @@ What it does not do: tensors that run along more than one dimension, or integer 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -33,8 +32,6 @@ from .tracing import (
 
 aten = torch.ops.aten
 
-Dims = tuple[int | None, ...]
-
 
 class Split(NamedTuple):
     """A traced function in two parts: ``body(z, *prologue(*tensors))``."""
@@ -42,15 +39,13 @@ class Split(NamedTuple):
     body: GraphModule
     prologue: GraphModule
     #: For each operand the dimension of z, counted from the end, along which it runs; None for one number.
-    dims: Dims
+    dims: tuple[int | None, ...]
     #: The indices of the function's tensors that are the operands, if the prologue computes nothing; else None.
     direct: tuple[int, ...] | None
     #: Whether the function writes over z.
     writes_argument: bool
 
 
-#: A longer dimension is tried at its full size only where that is needed.
-_LONG = 64
 #: Sizes for the dimensions that no tensor of the function shares. They are even: splitting an odd dimension in halves
 #: raises an error, and splitting an even one shows that the function is not pointwise.
 _SIZES = range(6, 10_000, 4)
@@ -63,39 +58,13 @@ def example_shape(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[in
     return tuple(size if size in taken else next(free) for size in shape)
 
 
-def example_shapes(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
-    """Shapes to try in this order. A tensor with the size of several long dimensions runs along one of them, as a rule:
-    in the first shapes the others are short, because to try 2,048 x 2,048 numbers takes seconds."""
-    whole = example_shape(shape, tensors)
-    repeated = [size for size, count in Counter(whole).items() if count > 1 and size > _LONG]
-    if len(repeated) != 1:
-        return [whole]
-    alike = [dim for dim, size in enumerate(whole) if size == repeated[0]]
-    taken = {size for tensor in tensors for size in tensor.shape}.union(whole)
-    short = [size for size in _SIZES if size not in taken][: len(alike)]
-    of_one = []
-    for long in reversed(alike):
-        sizes = {**dict(enumerate(whole)), **dict(zip(alike, short, strict=True)), long: repeated[0]}
-        of_one.append(tuple(sizes.values()))
-    return [*of_one, whole]
-
-
 #: What does nothing if the result has the shape of the argument, but holds sizes.
 _RESHAPING = {aten.view.default, aten.view_copy.default, *EXPANDING}
-#: Pointwise operations without torch's tag ``pointwise``.
-_ALSO_POINTWISE = {
-    PRELU.default,
-    TO_COPY.default,
-    aten.alias.default,
-    aten.clone.default,
-    aten.detach.default,
-    aten.detach_copy.default,
-    aten.hardswish.default,
-    aten.leaky_relu.default,  # of torch 2.11
-    aten.rsub.Tensor,
-    *_RESHAPING,
-}
 _CASTS = {TO_COPY.default, aten.alias.default, aten.clone.default, aten.detach_copy.default, aten.detach.default}
+#: Pointwise operations without torch's tag ``pointwise``; leaky_relu is one of torch 2.11.
+_ALSO_POINTWISE = (
+    {PRELU.default, aten.hardswish.default, aten.leaky_relu.default, aten.rsub.Tensor} | _CASTS | _RESHAPING
+)
 
 
 def split(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> Split:
@@ -139,11 +108,11 @@ class _Splitter:
     def __init__(self, module: GraphModule, example: tuple[int, ...]) -> None:
         self.module, self.example = module, example
         self.z, *self.tensors = (node for node in module.graph.nodes if node.op == "placeholder")
-        #: Nodes that depend on z, and nodes that depend on tensors only, with their copies; nodes that are numbers.
-        self.varying: dict[Node, Node] = {}
-        self.uniform: dict[Node, Node] = {}
-        self.numbers: dict[Node, float | int | bool] = {}
         self.body, self.prologue = Graph(), Graph()
+        #: Nodes that depend on z, and nodes that depend on tensors only, with their copies; and the values of others.
+        self.varying: dict[Node, Node] = {self.z: self.body.placeholder("z")}
+        self.uniform: dict[Node, Node] = {t: self.prologue.placeholder(t.name) for t in self.tensors}
+        self.values: dict[Node, Tensor] = {}
         self.operands: dict[Node, Node] = {}
         #: Expanded nodes, with what they expand: an operand is passed unexpanded.
         self.narrow: dict[Node, Node] = {}
@@ -153,75 +122,69 @@ class _Splitter:
         for node in self.module.graph.nodes:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 raise NotPointwise(f"it is random ({_name(node)})")
-        self.varying[self.z] = self.body.placeholder("z")
-        for tensor in self.tensors:
-            self.uniform[tensor] = self.prologue.placeholder(tensor.name)
         for node in self.module.graph.nodes:
             if node.op == "call_function":
                 self._place(node)
             elif node.op == "get_attr":
-                self.numbers[node] = self._number(node)
-            elif node.op == "output":
-                (result,) = node.args
-                if not isinstance(result, Node) or result.meta["val"].shape != self.example:
-                    raise NotPointwise("it does not return one tensor of its argument's shape")
-                if result not in self.varying:
-                    raise NotPointwise("its result does not depend on its argument")
-                self.body.output(self._in_body(result))
+                value = getattr(self.module, str(node.target))
+                self.values[node] = getattr(value, "constant", value)  # where a fake tensor holds its numbers
+        (result,) = node.args
+        if not isinstance(result, Node) or result.meta["val"].shape != self.example:
+            raise NotPointwise("it does not return one tensor of its argument's shape")
+        if result not in self.varying:
+            raise NotPointwise("its result does not depend on its argument")
+        self.body.output(self._in_body(result))
         self.prologue.output(tuple(self.uniform[node] for node in self.operands))
-        for node in self.prologue.nodes:  # it runs at every call of a layer
-            target: Any = node.target
-            node.target = TORCH_CALLS.get(getattr(target, "overloadpacket", None), target)
+        for copy in self.prologue.nodes:  # it runs at every call of a layer
+            target: Any = copy.target
+            copy.target = TORCH_CALLS.get(getattr(target, "overloadpacket", None), target)
         prologue = _finished(self.prologue)
-        dims = tuple(_dim(shape) for shape in _shapes(prologue, tensors))
-        if len({dim for dim in dims if dim is not None}) > 1:
-            raise NotPointwise("its tensors run along several dimensions")
-        whole = all(node in self.tensors for node in self.operands)
-        direct = tuple(self.tensors.index(node) for node in self.operands) if whole else None
+        dims = _dims(prologue, tensors)
+        is_direct = all(node in self.tensors for node in self.operands)
+        direct = tuple(self.tensors.index(node) for node in self.operands) if is_direct else None
         return Split(_finished(self.body), prologue, dims, direct, self.writes_argument)
 
     def _place(self, node: Node) -> None:
         target: Any = node.target
-        op = _name(node)
         inputs = node.all_input_nodes
         if target is aten.copy_.default:
             if node.args[0] is not self.z:
                 raise NotPointwise("it changes a tensor that it holds")
             self.writes_argument = True  # which the layer may allow: it decides whether z is overwritten
-            return
-        if target is LOCAL_SCALAR.default:
+        elif target is LOCAL_SCALAR.default:
             raise NotPointwise("it turns a tensor into a number (item())")
-        if target in FILL_VALUES and isinstance(fill := FILL_VALUES[target](node), (bool, int, float)):
-            self.numbers[node] = fill
+        elif target in FILL_VALUES and isinstance(fill := FILL_VALUES[target](node), (bool, int, float)):
+            self.values[node] = torch.tensor(fill, dtype=node.meta["val"].dtype)
         elif any(i in self.varying for i in inputs):
             pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ALSO_POINTWISE
             if not pointwise or getattr(node.meta.get("val"), "shape", None) != self.example:  # a tuple has no shape
-                raise NotPointwise(f"{name_of(op)} is not pointwise")
+                raise NotPointwise(f"{name_of(_name(node))} is not pointwise")
             is_same = target in _RESHAPING
             self.varying[node] = self.varying[inputs[0]] if is_same else _copied(self.body, node, self._in_body)
         elif any(i in self.uniform for i in inputs):
             if target in EXPANDING:
-                (narrow,) = inputs
-                self.narrow[node] = self.narrow.get(narrow, narrow)
-                self.uniform[node] = self.uniform[narrow]
+                self.narrow[node] = self.narrow.get(inputs[0], inputs[0])
+                self.uniform[node] = self.uniform[inputs[0]]
             else:
                 self.uniform[node] = _copied(self.prologue, node, self._in_prologue)
         else:
-            self.numbers[node] = self._number(node)
+            self.values[node] = target(*torch.fx.map_arg(node.args, self.values.__getitem__), **node.kwargs)
 
     def _in_body(self, node: Node) -> Node:
-        if node in self.varying:
-            return self.varying[node]
-        if node in self.numbers:
+        if node in self.values:
             return self._constant(self.body, node)
-        return self._operand(node)
+        return self.varying[node] if node in self.varying else self._operand(node)
 
     def _in_prologue(self, node: Node) -> Node:
-        return self._constant(self.prologue, node) if node in self.numbers else self.uniform[node]
+        return self._constant(self.prologue, node) if node in self.values else self.uniform[node]
 
     def _constant(self, graph: Graph, node: Node) -> Node:
-        dtype = node.meta["val"].dtype
-        return graph.call_function(aten.scalar_tensor.default, (self.numbers[node],), {"dtype": dtype})
+        value = self.values[node].unique()
+        if value.numel() != 1:
+            raise NotPointwise(
+                "it makes a tensor of several numbers (or NumPy does); let it read one, such as a module's buffer"
+            )
+        return graph.call_function(aten.scalar_tensor.default, (value.item(),), {"dtype": value.dtype})
 
     def _operand(self, node: Node) -> Node:
         node = self.narrow.get(node, node)
@@ -232,43 +195,20 @@ class _Splitter:
                 self.operands[node] = self.body.placeholder(f"p{len(self.operands)}")
         return self.operands[node]
 
-    def _number(self, node: Node) -> float | int | bool:
-        """The value of a node that depends on no input."""
-        value = self._evaluated(node)
-        if value.numel() != 1:
-            raise NotPointwise(
-                "it makes a tensor of several numbers (or NumPy does); let it read one, such as a module's buffer"
-            )
-        return value.item()
 
-    def _evaluated(self, node: Node) -> Tensor:
-        if node in self.numbers:
-            return torch.tensor(self.numbers[node], dtype=node.meta["val"].dtype)
-        if node.op == "get_attr":
-            value: Tensor = getattr(self.module, str(node.target))
-            # A fake tensor that was made from numbers holds them there.
-            real: Tensor | None = getattr(value, "constant", None)
-            return value if real is None else real
-        target: Any = node.target
-        arguments = [self._evaluated(a) if isinstance(a, Node) else a for a in node.args]
-        result: Tensor = target(*arguments, **node.kwargs)
-        return result
-
-
-def _shapes(prologue: GraphModule, tensors: Sequence[Tensor]) -> list[torch.Size]:
-    """Those of the prologue's results: without the expansions they are narrower than in the trace."""
+def _dims(prologue: GraphModule, tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
+    """For each result of the prologue the dimension of z, counted from the end, along which it runs; None for one
+    number. Without expansions the results are narrower than in the trace."""
     try:
-        return [operand.shape for operand in prologue(*tensors)]
+        shapes = [operand.shape for operand in prologue(*tensors)]
     except Exception as error:  # as operations raise that expect the expanded shape
         raise NotPointwise("what it makes of its tensors depends on its argument's shape") from error
-
-
-def _dim(shape: Sequence[int]) -> int | None:
-    """The dimension of z, counted from the end, along which an operand of this shape runs; None for one number."""
-    running = [i - len(shape) for i, size in enumerate(shape) if size != 1]
-    if len(running) > 1 or math.prod(shape) == 0:
+    running = [[i - len(shape) for i, size in enumerate(shape) if size != 1] for shape in shapes]
+    if any(len(dims) > 1 or math.prod(shape) == 0 for dims, shape in zip(running, shapes, strict=True)):
         raise NotPointwise("a tensor that it reads has more than one dimension")
-    return running[0] if running else None
+    if len({dim for dims in running for dim in dims}) > 1:
+        raise NotPointwise("its tensors run along several dimensions")
+    return tuple(dims[0] if dims else None for dims in running)
 
 
 def _name(node: Node) -> str:

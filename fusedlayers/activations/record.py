@@ -73,7 +73,6 @@ class Row:
         name: the name that a user passes.
         function: ``function(z, **parameters)`` in torch operations, the single source of the mathematics.
         parameters: names and defaults.
-        derivative: ``derivative(z, **parameters)``, to be used instead of autograd's.
         derivative_given_output: ``(y, **parameters)``, the derivative in terms of the output. "fold" asks for a fit on
             both branches; a ``FoldedDerivative`` states both branches; an ``Analysis`` (of a function without
             parameters) holds what was found. None: backward needs the input.
@@ -93,7 +92,6 @@ class Row:
     name: str
     function: Function
     parameters: Mapping[str, float] = field(default_factory=dict)
-    derivative: Function | None = None
     derivative_given_output: Function | FoldedDerivative | Analysis | Literal["fold"] | None = None
     inverse: Function | Literal["fold"] | None = None
     flat_levels: tuple[str, ...] = ()
@@ -318,9 +316,6 @@ class Activation:
     def gradient_function(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
         """A function from ``(dy, z, *operands)`` to dz and, for each operand with a true entry in ``needs``, ``dy``
         times the derivative by that operand. All results have the arguments' common shape."""
-        stated = self._row.derivative
-        if stated is not None:
-            return lambda dy, z: (dy * stated(z, **self.parameters),)
 
         def function(dy: Tensor, z: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
             def of_wanted(z: Tensor, *wanted: Tensor) -> Tensor:

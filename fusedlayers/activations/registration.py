@@ -1,6 +1,5 @@
-"""``fusedlayers.activation``: a decorator that gives a user's function a name and, optionally, stated derivatives.
-
-A stated derivative is compared with autograd's before it is used.
+"""``fusedlayers.activation``: a decorator that gives a user's function a name and, optionally, its derivative in terms
+of the output, which is compared with autograd's before it is used.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from ..derivative.folded import FoldedDerivative
 from ..utils.formatting import described
 from ..utils.isolation import in_clean_state
 from .record import Function, Row
@@ -27,17 +25,11 @@ def activation(function: F) -> F: ...
 
 
 @overload
-def activation(
-    *, derivative: Function | None = None, derivative_given_output: Function | None = None, name: str | None = None
-) -> Callable[[F], F]: ...
+def activation(*, derivative_given_output: Function | None = None, name: str | None = None) -> Callable[[F], F]: ...
 
 
 def activation(
-    function: Any = None,
-    *,
-    derivative: Function | None = None,
-    derivative_given_output: Function | None = None,
-    name: str | None = None,
+    function: Any = None, *, derivative_given_output: Function | None = None, name: str | None = None
 ) -> Any:
     """Register a function of tensors as an activation, under its name and as itself.
 
@@ -45,7 +37,6 @@ def activation(
         function: ``function(z, **parameters) -> y``, pointwise, in torch operations; y has z's shape and dtype.
             Parameters are numbers with defaults. (Trainable parameters belong in a module: any module can be passed to
             a layer as it is.)
-        derivative: ``derivative(z, **parameters)``, to be used instead of autograd's.
         derivative_given_output: ``derivative_given_output(y, **parameters)``, the derivative in terms of the output. A
             layer then saves only the output. Without it the library finds out whether the output suffices.
         name: the name of the activation; by default the function's.
@@ -65,33 +56,22 @@ def activation(
     tensor([0.0000, 0.6321])
     """
     if function is None:
-        return lambda function: _register(function, derivative, derivative_given_output, name)
-    return _register(function, derivative, derivative_given_output, name)
+        return lambda function: _register(function, derivative_given_output, name)
+    return _register(function, derivative_given_output, name)
 
 
-def _register(
-    function: F, derivative: Function | None, derivative_given_output: Function | None, name: str | None
-) -> F:
+def _register(function: F, stated: Function | None, name: str | None) -> F:
     if isinstance(function, nn.Module) or not callable(function):
         hint = "; a module needs no name, pass it to a layer as it is" if isinstance(function, nn.Module) else ""
         hint = f"; write @activation(name={function!r})" if isinstance(function, str) else hint
         raise TypeError(f"activation: expected a function, got {type(function).__name__}{hint}")
-    for what, given in (("derivative", derivative), ("derivative_given_output", derivative_given_output)):
-        if given is not None and not callable(given):
-            raise TypeError(f"activation: {what} must be a function, got {described(given)}")
+    if stated is not None and not callable(stated):
+        raise TypeError(f"activation: derivative_given_output must be a function, got {described(stated)}")
     name = str(name or getattr(function, "__name__", _LAMBDA))
     if name == _LAMBDA:
         raise TypeError("activation: the function has no name of its own; pass name=")
-    row = Row(
-        name,
-        function,
-        _numeric_parameters(function),
-        derivative,
-        derivative_given_output,
-        stands_for=((function, {}),),
-        plain=function,
-        is_custom=True,
-    )
+    numbers = _numeric_parameters(function)
+    row = Row(name, function, numbers, stated, stands_for=((function, {}),), plain=function, is_custom=True)
     wrong = find_counterexample(row, row.parameters)
     if wrong is not None:
         raise ValueError(f"activation: {wrong}")
@@ -124,8 +104,6 @@ def _numeric_parameters(function: Callable[..., Any]) -> Mapping[str, float]:
 _REACH = 12.0
 _COUNT = 24_001
 _RTOL, _ATOL = 1e-6, 1e-7
-
-
 #: A stated derivative is refused for a dtype if at outputs rounded to it the error exceeds ``_FAR_OFF`` times the
 #: steepest slope for more than the part ``_FEW`` of z ~ N(0, 1). (Near a kink it always does for some.)
 _FAR_OFF, _FEW = 0.05, 0.01
@@ -134,16 +112,12 @@ _FAR_OFF, _FEW = 0.05, 0.01
 @in_clean_state
 def find_inaccurate_dtypes(row: Row, parameters: Mapping[str, float]) -> dict[torch.dtype, str]:
     """By dtype, why a correct derivative is too inaccurate at rounded outputs: large outputs leave few digits for z."""
-    stated = row.derivative_given_output
-    if stated is None:
-        return {}
-    assert callable(stated) and not isinstance(stated, FoldedDerivative)
+    stated: Any = row.derivative_given_output
     z = torch.randn(1 << 14, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y, true = _value_and_slope(row, parameters, z)
     found = {}
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        stored = y.to(dtype).to(torch.float32)
-        off = (stated(stored, **parameters) - true).abs()
+        off = (stated(y.to(dtype).to(torch.float32), **parameters) - true).abs()
         share = float((off > _FAR_OFF * true.abs().max()).double().mean())
         if share > _FEW:
             found[dtype] = f"told outputs in {dtype} the stated derivative is far off for {share:.0%} of z ~ N(0, 1)"
@@ -153,31 +127,27 @@ def find_inaccurate_dtypes(row: Row, parameters: Mapping[str, float]) -> dict[to
 @in_clean_state
 def find_counterexample(row: Row, parameters: Mapping[str, float]) -> str | None:
     """A counterexample to a stated derivative, or None."""
+    stated: Any = row.derivative_given_output
+    if stated is None:
+        return None
     # The shift keeps the numbers off the round ones where kinks are.
     near = torch.linspace(-_REACH, _REACH, _COUNT, dtype=torch.float64) + math.pi * 1e-4
     far = torch.logspace(math.log10(_REACH), 30, 400, dtype=torch.float64)
     z = torch.cat([near, far, -far])
     y, true = _value_and_slope(row, parameters, z)
-    for stated, what, argument in (
-        (row.derivative, "derivative", "z"),
-        (row.derivative_given_output, "derivative_given_output", "f(z)"),
-    ):
-        if stated is None:
-            continue
-        assert callable(stated) and not isinstance(stated, FoldedDerivative)
-        claimed = stated(z if argument == "z" else y, **parameters)
-        if not isinstance(claimed, Tensor) or claimed.shape != z.shape:
-            got = tuple(claimed.shape) if isinstance(claimed, Tensor) else repr(claimed)
-            return f"{what} of {row.name!r} must return a tensor of its argument's shape, got {got}"
-        wrong = ~torch.isclose(claimed.to(z.dtype), true, rtol=_RTOL, atol=_ATOL, equal_nan=True)
-        if bool(wrong.any()):
-            at = int(wrong.nonzero()[(z[wrong].abs()).argmin()])
-            given = "".join(f", {name} = {value:g}" for name, value in parameters.items())
-            return (
-                f"{what} of {row.name!r} is wrong: at z = {float(z[at]):.6g}{given}, where f(z) = {float(y[at]):.6g}, "
-                f"it gives {float(claimed[at]):.6g} for {argument}, but the derivative is {float(true[at]):.6g}"
-            )
-    return None
+    claimed = stated(y, **parameters)
+    if not isinstance(claimed, Tensor) or claimed.shape != z.shape:
+        got = tuple(claimed.shape) if isinstance(claimed, Tensor) else repr(claimed)
+        return f"derivative_given_output of {row.name!r} must return a tensor of its argument's shape, got {got}"
+    wrong = ~torch.isclose(claimed.to(z.dtype), true, rtol=_RTOL, atol=_ATOL, equal_nan=True)
+    if not bool(wrong.any()):
+        return None
+    at = int(wrong.nonzero()[(z[wrong].abs()).argmin()])
+    given = "".join(f", {name} = {value:g}" for name, value in parameters.items())
+    return (
+        f"derivative_given_output of {row.name!r} is wrong: at z = {float(z[at]):.6g}{given}, where f(z) = "
+        f"{float(y[at]):.6g}, it gives {float(claimed[at]):.6g}, but the derivative is {float(true[at]):.6g}"
+    )
 
 
 def _value_and_slope(row: Row, parameters: Mapping[str, float], z: Tensor) -> tuple[Tensor, Tensor]:

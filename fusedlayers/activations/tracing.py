@@ -1,9 +1,8 @@
 """Traces a torch function to a list of pointwise operations.
 
-``trace`` runs the function on fake tensors, decomposes it to core ATen and simplifies the result: constants are folded
-into their users, copies and casts to the same dtype are removed, as are common subexpressions and dead operations. A
-backend prints the remaining operations in its own language. ``aten_graph`` returns the graph before this.
-An activation and its vjp take 0.1 s and give 20 to 100 operations.
+``aten_graph`` runs the function on fake tensors, and ``simplified`` removes copies, repetitions and dead operations.
+``trace`` does both, in core ATen, and folds constants into their users: a backend prints the remaining operations in
+its own language. An activation and its vjp take 0.1 s and give 20 to 100 operations.
 
 What it does not do: anything that is not pointwise (reductions, random numbers, data-dependent branches) raises
 ``NotPointwise``, which names the operation.
@@ -26,6 +25,7 @@ from torch.fx import Graph, GraphModule, Node
 from .._torch import FAKE_TENSOR_LOGGER, TO_COPY, ensure_cuda_guard, make_fx
 from ..utils.isolation import in_clean_state
 from .decompositions import NotPointwise, to_core
+from .free_variables import OWN_BACKWARD
 
 __all__ = [
     "EXPANDING",
@@ -70,10 +70,8 @@ class Trace:
 _RENAMED = {"view_copy": "bitcast", TO_COPY.__name__: "cast"}
 #: What people write for them, in messages.
 _SAID = {"local_scalar_dense": "item()", "alias": "a slice"}
-_CONSTANTS = ("full", "full_like", "scalar_tensor")
 #: The keyword arguments that are handled. An operation with any other one is refused.
 _OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
-_COPIES = ("alias", "alias_copy", "clone", "detach", "detach_copy", "empty_permuted")
 
 
 def trace(
@@ -87,7 +85,7 @@ def trace(
         NotPointwise: the function cannot be traced, or is not pointwise.
     """
     examples = [torch.zeros(_EXAMPLE_SHAPE, dtype=dtype, device="cpu") for _ in inputs]
-    return _read(aten_graph(function, examples, to_core()), tuple(inputs))
+    return _read(simplified(aten_graph(function, examples, to_core())), tuple(inputs))
 
 
 def aten_graph(
@@ -142,6 +140,7 @@ def muted(log: logging.Logger) -> Iterator[None]:
 FILL_VALUES: dict[Any, Callable[[Node], Any]] = {
     aten.empty.memory_format: lambda node: 0,  # uninitialised memory: any number will do
     aten.empty_like.default: lambda node: 0,
+    aten.empty_permuted.default: lambda node: 0,
     aten.fill.Scalar: lambda node: node.args[1],
     aten.full.default: lambda node: node.args[1],
     aten.full_like.default: lambda node: node.args[1],
@@ -154,9 +153,10 @@ FILL_VALUES: dict[Any, Callable[[Node], Any]] = {
     aten.zeros.default: lambda node: 0,
     aten.zeros_like.default: lambda node: 0,
 }
-_IDENTITIES = {aten.alias.default, aten.alias_copy.default, aten.detach.default, aten.detach_copy.default}
 #: What broadcasting does by itself. The size that they hold is that of the example.
 EXPANDING = {aten.expand.default, aten.expand_copy.default}
+_DETACHING = {aten.alias.default, aten.alias_copy.default, aten.detach.default, aten.detach_copy.default}
+_COPYING = {aten.clone.default, *EXPANDING, *_DETACHING}
 #: These do nothing if their second argument is 1.
 _NEUTRAL = {aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar}
 
@@ -190,7 +190,8 @@ def simplified(module: GraphModule) -> GraphModule:
     """A trace simplified for running without gradients: without detaches, copies and expansions, and with a 0-d tensor
     for each tensor of equal numbers. It computes the same for all shapes that broadcast."""
     for node in list(module.graph.nodes):
-        if node.target in _IDENTITIES or node.target in EXPANDING:
+        is_same_cast = node.target is TO_COPY.default and node.meta["val"].dtype is node.args[0].meta["val"].dtype
+        if node.target in _COPYING or is_same_cast:
             node.replace_all_uses_with(node.args[0])
         elif node.target in FILL_VALUES and isinstance(fill := FILL_VALUES[node.target](node), (bool, int, float)):
             with module.graph.inserting_before(node):
@@ -206,7 +207,7 @@ def simplified(module: GraphModule) -> GraphModule:
 def _untraceable_reason(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     if "autograd.Function" in text or "custom_function_call" in text:
-        return "it calls an autograd.Function, whose backward pass is not traced; write it in torch's operations"
+        return OWN_BACKWARD
     if "data-dependent" in text:
         return "what it does depends on the values of a tensor"
     if "convert all Tensors to FakeTensors" in text:
@@ -224,25 +225,20 @@ _EXAMPLE_SHAPE = (3, 5)
 
 def _read(module: GraphModule, inputs: tuple[str, ...]) -> Trace:
     values: dict[Node, Argument] = {}
-    seen: dict[tuple[object, ...], str] = {}
     operations: list[TracedOperation] = []
-    outputs: tuple[Argument, ...] = ()
     names = iter(inputs)
-
     for node in module.graph.nodes:
         if node.op == "placeholder":
             values[node] = next(names)
-        elif node.op == "output":
-            (result,) = node.args
-            results = result if isinstance(result, (tuple, list)) else (result,)
-            if not all(isinstance(r, Node) for r in results):
-                raise NotPointwise("it does not return a tensor")
-            outputs = tuple(values[r] for r in results)
         elif node.op == "call_function":
-            values[node] = _operation(node, values, seen, operations)
-        else:
+            values[node] = _operation(node, values, operations)
+        elif node.op == "get_attr":
             raise NotPointwise(f"it reads a tensor from outside ({node.target})")
-    return Trace(inputs, _live(operations, outputs), outputs)
+    (result,) = node.args  # of the last node, the output
+    results = result if isinstance(result, (tuple, list)) else (result,)
+    if not all(isinstance(r, Node) for r in results):
+        raise NotPointwise("it does not return a tensor")
+    return Trace(inputs, tuple(operations), tuple(values[r] for r in results))
 
 
 def name_of(op: str) -> str:
@@ -251,70 +247,31 @@ def name_of(op: str) -> str:
     return _SAID.get(name, name)
 
 
-def _operation(
-    node: Node, values: dict[Node, Argument], seen: dict[tuple[object, ...], str], operations: list[TracedOperation]
-) -> Argument:
-    """Append the operation of ``node``, unless it is a constant or a repetition. Returns its name or the constant."""
+def _operation(node: Node, values: dict[Node, Argument], operations: list[TracedOperation]) -> Argument:
+    """Append the operation of ``node``, unless it is a constant. Returns its name or the constant."""
     op = str(node.target).split(".")[1]
     meta = node.meta.get("val")
     arguments: list[Any] = [values[a] if isinstance(a, Node) else a for a in node.args]
-    if op in _CONSTANTS:  # by name: scalar_tensor is one of ATen's and one of torch's primitives
-        fill = arguments[0 if op == "scalar_tensor" else 1]
-        assert isinstance(fill, (bool, int, float))
-        return fill
-    if op in _COPIES:
-        return arguments[0] if arguments and isinstance(node.args[0], Node) else 0.0
-    if not isinstance(meta, Tensor) or tuple(meta.shape) not in (_EXAMPLE_SHAPE, ()):
+    if op == "scalar_tensor":  # by name: it is one of ATen's and one of torch's primitives
+        return arguments[0]  # type: ignore[no-any-return]
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    if is_random or not isinstance(meta, Tensor) or tuple(meta.shape) not in (_EXAMPLE_SHAPE, ()):
         raise NotPointwise(f"{name_of(op)} is not pointwise")
-    if node.target is TO_COPY.default:
-        source = node.args[0]
-        assert isinstance(source, Node)
-        if source.meta["val"].dtype == meta.dtype:
-            copied: Argument = arguments[0]
-            return copied
+    if node.target is TO_COPY.default or op == "view_copy":
         arguments = arguments[:1]
-    if op == "view_copy":
-        arguments = arguments[:1]
-    if (unhandled := node.kwargs.keys() - _OPTIONS.get(op, set())) and node.target is not TO_COPY.default:
+    elif unhandled := node.kwargs.keys() - _OPTIONS.get(op, set()):
         raise NotPointwise(f"{op} with {', '.join(sorted(unhandled))} has no decomposition here")
-    alpha: Any = node.kwargs.get("alpha", arguments.pop() if op in ("add", "sub") and len(arguments) == 3 else 1)
-    if alpha != 1:
-        arguments[1] = _append("mul", (arguments[1], alpha), meta.dtype, seen, operations)
     if not all(isinstance(a, (str, bool, int, float)) for a in arguments):
         raise NotPointwise(f"{name_of(op)} is not pointwise")
-    unchanged = _unchanged(op, arguments)
-    if unchanged is not None:
-        return unchanged
-    return _append(_RENAMED.get(op, op), tuple(arguments), meta.dtype, seen, operations)
 
+    def append(op: str, *arguments: Argument) -> str:
+        operations.append(TracedOperation(f"t{len(operations)}", op, arguments, meta.dtype))
+        return operations[-1].name
 
-def _unchanged(op: str, arguments: Sequence[Argument]) -> Argument | None:
-    """The argument that the operation returns as it is, or None."""
-    if op in ("mul", "pow") and arguments[1] == 1:
-        return arguments[0]
-    return arguments[1] if op == "mul" and arguments[0] == 1 else None
-
-
-def _append(
-    op: str,
-    arguments: tuple[Argument, ...],
-    dtype: torch.dtype,
-    seen: dict[tuple[object, ...], str],
-    operations: list[TracedOperation],
-) -> str:
-    # With their types and text, because 0, 0.0, -0.0 and False are equal.
-    key = (op, dtype, *((type(a), a, str(a)) for a in arguments))
-    if key not in seen:
-        seen[key] = f"t{len(seen)}"
-        operations.append(TracedOperation(seen[key], op, arguments, dtype))
-    return seen[key]
-
-
-def _live(operations: list[TracedOperation], outputs: tuple[Argument, ...]) -> tuple[TracedOperation, ...]:
-    needed = set(outputs)
-    live = []
-    for operation in reversed(operations):
-        if operation.name in needed:
-            live.append(operation)
-            needed.update(a for a in operation.arguments if isinstance(a, str))
-    return tuple(reversed(live))
+    alpha: Any = node.kwargs.get("alpha", arguments.pop() if op in ("add", "sub") and len(arguments) == 3 else 1)
+    if alpha != 1:
+        arguments[1] = append("mul", arguments[1], alpha)
+    for this, other in ((0, 1), (1, 0)):  # a constant of 1 may be either factor
+        if op == "mul" and arguments[other] == 1:
+            return arguments[this]  # type: ignore[no-any-return]
+    return append(_RENAMED.get(op, op), *arguments)

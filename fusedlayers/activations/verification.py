@@ -1,8 +1,8 @@
-"""Checks of a user's function before its trace is used.
+"""``verify``: compare a user's function with its trace before the trace is used, and count what PyTorch keeps of it.
 
-``reads_sizes`` calls the function twice and refuses what a trace cannot express: changing state, random numbers, a
-result of another dtype. ``check_trace`` compares the function with its trace, in values and gradients, at about 4096
-numbers of another shape than the one that was traced. Both together take some milliseconds.
+The function is called at about 4096 numbers of another shape than the one that was traced. What a trace cannot express
+is refused: sizes that are read, changing state, random numbers, a result of another dtype. Values and gradients must
+be the trace's. That takes some milliseconds.
 
 What it does not do: a branch that none of the compared numbers takes goes unnoticed.
 """
@@ -36,76 +36,40 @@ _DIFFERS = {
 #: The accepted difference in units of the dtype's eps. Both sides run the same operations; only the order of a few sums
 #: may differ.
 _UNITS = 64
+#: Of the values and gradients that are compared, the gradient of z; those of tensors, which are sums, follow.
+_OF_Z = 1
+#: What a trace holds of the example alone.
+_OF_EXAMPLE = frozenset(
+    {
+        *("shape", "size", "numel", "nelement", "__len__", "nbytes", "is_cuda", "is_cpu"),
+        *("is_contiguous", "stride", "storage_offset", "data_ptr"),
+    }
+)
 
 
 @in_clean_state
-def reads_sizes(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype, autocast: bool) -> bool:
-    """Call the function: whether it reads the size of a tensor other than its free variables.
+def verify(
+    variables: FreeVariables, split: Split, example: tuple[int, ...], dtype: torch.dtype, autocast: bool
+) -> tuple[float, float]:
+    """Compare the function with its trace. Returns how often z's bytes PyTorch saves for backward, and how often with
+    the output, which the next layer saves.
 
     Raises:
-        NotPointwise: it raises, changes what it reads, is random, or returns another dtype than its argument's. (Under
-            autocast it may return any dtype.)
+        NotPointwise: they differ; or the function raises, reads sizes, changes what it reads, is random, or returns
+            another dtype than its argument's. (Under autocast it may return any dtype.)
     """
-    tensors = [torch.zeros_like(tensor, device="cpu") for tensor in variables.tensors]
-    function = variables.rebind(tensors)
-    before = find_variables(function).key
-    try:
-        sizes = _SizeReads(tensors)
-        with sizes:
-            shape = _sweep_shape(example, tensors)
-            z = torch.linspace(-4, 4, math.prod(shape)).reshape(shape).to(dtype)
-            result = function(z.clone())
-            with torch.no_grad():
-                without_gradients = function(z.clone())
-    except NotPointwise:
-        raise
-    except Exception as error:  # whatever a user's function may raise
-        raise _raised(error) from error
-    if find_variables(function).key != before:
-        raise NotPointwise("it changes what it reads from call to call")
-    if not torch.equal(result.detach().nan_to_num(), without_gradients.nan_to_num()):
-        raise NotPointwise("what it computes depends on whether gradients are wanted, or on chance")
-    if result.dtype is not dtype and not autocast:
-        raise NotPointwise(f"it returns {result.dtype} for {dtype}; its tensors may have another dtype than the layer")
-    return sizes.are_read
-
-
-class _SizeReads(TorchFunctionMode):
-    """Notes in ``are_read`` whether the size of a tensor is read that is none of ``own``."""
-
-    def __init__(self, own: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.own, self.are_read = own, False
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
-        is_own = bool(args) and any(args[0] is tensor for tensor in self.own)
-        if name in ("is_contiguous", "stride", "storage_offset", "data_ptr") and not is_own:
-            raise NotPointwise("it asks how its argument lies in memory")
-        if name in ("shape", "size", "numel", "nelement", "__len__", "nbytes"):
-            self.are_read |= not is_own
-        return function(*args, **kwargs or {})
-
-
-@in_clean_state
-def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...], dtype: torch.dtype) -> None:
-    """Compare the function with its trace, in values and gradients.
-
-    Raises:
-        NotPointwise: they differ, or the trace does not run in float32 or float64, in which derivatives are found.
-    """
+    shape = _other_shape(example, split.dims)
+    kept = _called(variables, shape, dtype, autocast)
     try:
         with torch.no_grad():
-            for tried in (torch.float32, torch.float64):
+            for tried in (torch.float32, torch.float64):  # in which derivatives are found
                 split.body(*torch.zeros(1 + len(split.dims), 4, 6, dtype=tried).unbind())
     except Exception as error:  # what operations raise on constants of another dtype than the argument's
         raise NotPointwise(f"it computes in one dtype alone: {first_line(error)}") from error
     wide = torch.promote_types(dtype, torch.float32)
     tensors = [t.detach() for t in own_tensors(variables, wide)]
-    shape = _sweep_shape(example, tensors)
     count = math.prod(shape)
-    steps = torch.linspace(-8, 8, max(1, count), dtype=wide)
-    moderate = steps.reshape(shape)
+    moderate = torch.linspace(-8, 8, max(1, count), dtype=wide).reshape(shape)
     extreme = torch.tensor(_EDGES, dtype=wide).repeat(count // len(_EDGES) + 1)[:count].reshape(shape)
     trained = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
     # No gradients of the tensors at extreme values: a sum over these says nothing.
@@ -117,10 +81,59 @@ def check_trace(variables: FreeVariables, split: Split, example: tuple[int, ...]
             differs = _first_difference(variables, split, doubles, terms=count)
         if differs is not None:
             raise NotPointwise(_DIFFERS["gradient" if differs else "value"])
+    return kept
 
 
-#: Of the values and gradients that are compared, the gradient of z; those of tensors, which are sums, follow.
-_OF_Z = 1
+def _called(
+    variables: FreeVariables, shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
+) -> tuple[float, float]:
+    own = own_tensors(variables, None)
+    function = variables.rebind(own)
+    before = find_variables(function).key
+    z = torch.linspace(-4, 4, math.prod(shape)).reshape(shape).to(dtype)
+    kept: list[Tensor] = []  # held: an address stands for a storage only while that is alive
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.detach())
+        return tensor
+
+    try:
+        with _Watching(own), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = function(z.clone().requires_grad_() * 1)  # not a leaf: the function may overwrite its argument
+        with torch.no_grad():
+            without_gradients = function(z.clone())
+    except NotPointwise:
+        raise
+    except Exception as error:  # whatever a user's function may raise
+        if isinstance(error, RuntimeError) and refuses_hooks(error):
+            raise NotPointwise("it refuses saved-tensor hooks, as torch.func does") from error
+        raise _raised(error) from error
+    if find_variables(function).key != before:
+        raise NotPointwise("it changes what it reads from call to call")
+    if not torch.equal(y.detach().nan_to_num(), without_gradients.nan_to_num()):
+        raise NotPointwise("what it computes depends on whether gradients are wanted, or on chance")
+    if y.dtype is not dtype and not autocast:
+        raise NotPointwise(f"it returns {y.dtype} for {dtype}; its tensors may have another dtype than the layer")
+    given = sizes_of(own)
+    saved, with_output = (
+        sum(size for storage, size in sizes_of(found).items() if storage not in given) / max(1, z.nbytes)
+        for found in (kept, [*kept, y.detach()])
+    )
+    return saved, with_output
+
+
+class _Watching(TorchFunctionMode):
+    """Refuses a function that reads the size of a tensor that is none of ``own``, or where it lies in memory."""
+
+    def __init__(self, own: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.own = own
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
+        if name in _OF_EXAMPLE and not any(args[0] is tensor for tensor in self.own):
+            raise NotPointwise(f"it reads its argument's {name.strip('_')}, of which a trace holds one value")
+        return function(*args, **kwargs or {})
 
 
 def _first_difference(variables: FreeVariables, split: Split, leaves: Sequence[Tensor], terms: int = 0) -> int | None:
@@ -141,33 +154,21 @@ def _first_difference(variables: FreeVariables, split: Split, leaves: Sequence[T
     return None
 
 
+def _values_and_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    try:
+        y = function(leaves[0] * 1, *leaves[1:])
+        weight = torch.linspace(0.5, 1.5, max(1, y.numel()), dtype=y.dtype).reshape(y.shape)
+        grads = torch.autograd.grad(y, wanted, weight, allow_unused=True) if y.requires_grad else [None] * len(wanted)
+    except Exception as error:  # whatever a user's function may raise
+        raise _raised(error) from error
+    return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted, strict=True))]
+
+
 def _largest(values: Tensor) -> float:
     """The largest size of a finite one."""
     finite = values[values.isfinite()]
     return float(finite.abs().max()) if finite.numel() else 0.0
-
-
-@in_clean_state
-def kept_by_torch(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> float:
-    """How often z's bytes PyTorch keeps between two layers: the output, and what the function saves for backward."""
-    own = own_tensors(variables, None)
-    z = torch.ones(_sweep_shape(example, own), dtype=dtype, requires_grad=True)
-    kept: list[Tensor] = []  # held: an address stands for a storage only while that is alive
-
-    def pack(tensor: Tensor) -> Tensor:
-        kept.append(tensor.detach())
-        return tensor
-
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = variables.rebind(own)(z * 1)  # not a leaf: the function may overwrite its argument
-    except RuntimeError as error:
-        if not refuses_hooks(error):
-            raise
-        raise NotPointwise("it refuses saved-tensor hooks, as torch.func does") from error
-    given = sizes_of(own)
-    total = sum(size for storage, size in sizes_of((*kept, y.detach())).items() if storage not in given)
-    return total / (z.numel() * z.itemsize)
 
 
 def own_tensors(variables: FreeVariables, dtype: torch.dtype | None) -> list[Tensor]:
@@ -185,22 +186,11 @@ def _raised(error: Exception) -> NotPointwise:
     return NotPointwise(f"it raised {type(error).__name__} when it was tried: {first_line(error)}")
 
 
-def _sweep_shape(example: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[int, ...]:
-    """A shape with about ``_SWEEP`` elements that differs from the example in the sizes that no tensor has."""
-    taken = {size for tensor in tensors for size in tensor.shape if size > 1}
-    free = [i for i, size in enumerate(example) if size not in taken]
-    shape = [size if size in taken else 2 for size in example]
+def _other_shape(example: tuple[int, ...], dims: Sequence[int | None]) -> tuple[int, ...]:
+    """A shape with about ``_SWEEP`` elements that differs from the example in all dimensions but that of operands."""
+    along = {len(example) + dim for dim in dims if dim is not None}
+    free = [i for i in range(len(example)) if i not in along]
+    shape = [size if i in along else 2 for i, size in enumerate(example)]
     if free:
         shape[free[0]] = max(2, _SWEEP * 2 // max(1, math.prod(shape)))
     return tuple(shape)
-
-
-def _values_and_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    try:
-        y = function(leaves[0] * 1, *leaves[1:])  # not a leaf: the function may overwrite its argument
-        weight = torch.linspace(0.5, 1.5, max(1, y.numel()), dtype=y.dtype).reshape(y.shape)
-        grads = torch.autograd.grad(y, wanted, weight, allow_unused=True) if y.requires_grad else [None] * len(wanted)
-    except Exception as error:  # whatever a user's function may raise
-        raise _raised(error) from error
-    return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted, strict=True))]
