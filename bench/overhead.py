@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import block_plan, call, sizes
+from fusedlayers import block_call, call, sizes
 
 from . import RESULTS, fake_gpu, grid, machine, measure, reference
 
@@ -183,7 +183,7 @@ def measure_case(case: Case, device: torch.device, *, seconds: float, quick: boo
     """Return the JSON row of a case."""
     if case.group in ON_FAKE_GPU:  # until the process ends, as the fake driver
         sizes.MEDIUM_BYTES = sizes.GPU_MEDIUM_BYTES if case.group == HOST else 0
-        for plans in (call._plans, block_plan._plans):  # which were made for other sizes
+        for plans in (call._plans, block_call._plans):  # which were made for other sizes
             plans.clear()
     variants = dict(zip(VARIANTS, _build(case, device), strict=True))
     rows: dict[str, dict[str, Any]] = {name: {} for name in VARIANTS}

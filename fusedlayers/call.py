@@ -1,25 +1,28 @@
-"""From a call to its plan.
+"""A layer's call: its plan is looked up, or decided, and carried out.
 
 A call's *facts* are one tuple of what can be read off the arguments and this thread in about two microseconds: dtypes,
 shapes, which tensors need gradients, autocast, modes. Plans are memoised by facts, so a call that was seen before is
-neither checked nor decided again. A call with new facts is checked (``validation.py``), becomes a ``PlanKey``, and is
-decided (``plan.py``).
+neither checked nor decided again. A call with new facts is checked (``validation.py``) and decided (``plan.py``).
+
+A path (``PATHS``) carries a plan out: calls the operation, the activation, and the autograd Functions around them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from . import backends, sizes, validation
+from . import _torch, backends, sizes, validation
 from ._torch import (
     FAKE_MODE,
     PROXY_MODE,
     SELECTIVE_CHECKPOINT_MODES,
+    RecordFunction,
     autocast_is_active,
     dispatch_mode_at,
     dispatch_mode_count,
@@ -27,14 +30,22 @@ from ._torch import (
     functorch_is_active,
     infrastructure_mode,
     is_of_transform,
+    profiler_is_active,
     saved_tensors_hooks_on_top,
     torchscript_state,
 )
-from .activations import Activation, WithOperands
-from .backends.operations import MATMUL, Convolution, Operation, Pointwise, Weight
+from .activations import DTYPES, Activation, WithOperands, resolve
+from .activations.table import by_name
+from .backends.operations import Convolution, Matmul, Operation, Pointwise
+from .ops.autocast import shared_cast
+from .ops.conv import Conv
+from .ops.dropout import act_dropout, drop, has_torchs_mask, serves
 from .ops.edits import is_under_checkpoint
-from .plan import Needs, Plan, PlanKey, make_plan
+from .ops.pointwise import BiasAct, Origin, place_of
+from .plan import Call, Plan, autocast_dtype, decide, needs_gradient
 from .utils.bounded_cache import BoundedCache
+from .utils.compiled_checkpoint import compiled_checkpoint
+from .utils.profile_ranges import range_name
 
 #: Why a call under a checkpoint that writes over its input is left to PyTorch. It may run with a copy the second time,
 #: by hooks around it, and the writes to a copy are counted from 0: no number tells whether the output was edited.
@@ -43,183 +54,109 @@ COPIED_BY_CHECKPOINT = "it writes over its input, of which a checkpoint around i
 #: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
 _plans: BoundedCache[Plan] = BoundedCache(4096)
 
-Planned = tuple[Plan, Activation, tuple[Tensor, ...]]
-"""The plan for a call, its activation, and the tensors that this reads."""
+
+def execute(plan: Plan, call: Call) -> Tensor:
+    """What a call computes, by its plan."""
+    path = PATHS[plan.path]
+    if plan.path not in ("composite", "compiled") and profiler_is_active():  # whose operations have names
+        with RecordFunction(f"fusedlayers::{range_name(call.operation.function, call.activation.name)}"):
+            return path(plan, call)
+    return path(plan, call)
 
 
-class Call(NamedTuple):
-    """A layer's call: ``activation(operation(x, w, b) + residual, *operands)``."""
-
-    operation: Operation
-    x: Tensor
-    w: Weight
-    b: Tensor | None
-    residual: Tensor | None
-    activation: Activation
-    save: str
-    #: How many elements the result has, or None where only the operation can tell.
-    elements: int | None = None
-    is_inplace: bool = False
-    #: The tensors that the activation reads, and the dimension along which they run.
-    operands: tuple[Tensor, ...] = ()
-    operand_dim: int | None = None
-    #: Why PyTorch's own operations compute it, where the arguments do not say so; or None.
-    plain_because: str | None = None
-
-    def plan(self) -> Plan:
-        """Check the arguments, and decide."""
-        validation.check_call(self.operation, self.x, self.w, self.b, self.residual)
-        return make_plan(self.key())
-
-    def key(self) -> PlanKey:
-        """What the decision depends on."""
-        operation, x, w, b, residual, activation, save, *_ = self
-        cast = autocast_dtype(x) if operation.is_cast else None
-        dtype = cast or x.dtype
-        plain_because = validation.unusual_because(x, w, b, residual) or self.plain_because
-        if residual is not None and residual.dtype is not dtype:
-            plain_because = plain_because or f"the residual is {residual.dtype} where the sum is {dtype}"
-        backend = backends.choose(x, activation)
-        needs = Needs(
-            needs_gradient(x),
-            needs_gradient(w),
-            needs_gradient(b),
-            needs_gradient(residual),
-            needs_gradient(*self.operands),
-        )
-        bare, is_compiling = operation.without_tensors(), torch.compiler.is_compiling()
-        key = PlanKey(bare, activation, save, dtype, backend, needs, plain_because, is_compiling, cast=cast)
-        if is_compiling or plain_because is not None:  # sizes may be symbols
-            return key
-        count = math.prod(operation.shape(x, w)) if self.elements is None else self.elements
-        other_dim = self.operand_dim
-        if other_dim is not None and (other_dim - operation.dim) % x.dim() == 0:
-            other_dim = None
-        size, limits = sizes.sized(x, count)
-        return key._replace(
-            size=size,
-            limits=limits,
-            has_residual=residual is not None,
-            operand_dim=other_dim,
-            saves_arguments=x.requires_grad and (w is None or w.requires_grad) and (b is None or b.is_leaf),
-            is_hooked=saved_tensors_hooks_on_top(True) is not None,
-            is_inplace=self.is_inplace,
-            has_own_node=_has_own_node(operation, x, w),
-            returns_view=operation.returns_view(x),
-            makes_z=not isinstance(operation, Pointwise) or b is not None,
-        )
+def run_in_place(call: Call, dropout: float) -> Tensor:
+    """``bias_act`` over its input."""
+    validation.check_tensors("bias_act", {"input": call.x}, bias=call.b)
+    plan, found = plan_for(call._replace(is_inplace=True))
+    validation.check_inplace(call.x, call.save, dropout)
+    # Autograd refuses some views, but only after a Function has written; copy_ asks first.
+    if not plan.overwrites or (call.x._is_view() and needs_gradient(call.x, call.b)):
+        return call.x.copy_(execute(*plan_for(call._replace(x=call.x.clone()))))
+    return execute(plan, found)
 
 
-def plan_dense(
-    x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None, activation: Activation, save: str, is_usual: bool
-) -> Planned:
-    """For ``dense_bias_act``. The facts leave out the number of rows, because lengths of sequences change from call to
-    call."""
-    if not is_usual or not x.dim() or not w.dim():
-        return plan_for(MATMUL, x, w, b, residual, activation, save, None, is_usual=False)
-    shape = x.shape
-    shapes = MATMUL, len(shape) if residual is None else shape, shape[-1]
-    elements = x.numel() * w.shape[0] // max(1, shape[-1])
-    return plan_for(MATMUL, x, w, b, residual, activation, save, shapes, elements)
+# --- from a call to its plan ------------------------------------------------------------------------------------------
 
 
-def plan_for(
-    operation: Operation,
-    x: Tensor,
-    w: Weight,
-    b: Tensor | None,
-    residual: Tensor | None,
-    activation: Activation,
-    save: str,
-    shapes: Hashable,
-    elements: int | None = None,
-    is_inplace: bool = False,
-    is_usual: bool = True,
-) -> Planned:
-    """For a call of any operation.
-
-    Args:
-        shapes: what the checks and the decision depend on, of the operation and of the shape of x.
-        elements: how many the result has; may be left out where ``shapes`` say so too.
-        is_inplace: whether the result is to be written over x.
-        is_usual: ``validation.are_usual`` of all tensors.
-    """
+def plan_for(call: Call) -> tuple[Plan, Call]:
+    """The plan for a call, and the call as it is computed: with the record of its activation, which is traced where the
+    plan does not leave it to PyTorch."""
+    given = call.activation
+    activation = by_name.get(given) if type(given) is str else given
+    if type(activation) is not Activation:
+        activation = resolve(given, call.operation.function)
+    call = call if activation is given else call._replace(activation=activation)
+    is_there = call.x is not None and (call.w is not None or type(call.operation) is Pointwise)
+    is_usual = is_there and not torch.compiler.is_compiling()
+    for t in call[1:5]:
+        is_usual &= t is None or (type(t) in validation.PLAIN_TYPES and not t.is_nested)
     if not is_usual:
-        return Call(operation, x, w, b, residual, activation, save, None, is_inplace).plan(), activation, ()
-    size, limits = sizes.sized(x, elements)  # where that is None, ``shapes`` say it
-    given = activation
-    operands: tuple[Tensor, ...] = ()
-    operand_dim = plain_because = None
-    facts: tuple[Hashable, ...]
-    if size == "small" and save == "auto" and not is_inplace:
-        # PyTorch computes it, whatever needs gradients and whoever follows: what the checks depend on is enough.
-        facts = (
-            shapes,
-            activation.fallback_reason,
-            x.dtype,
-            x.is_cpu or x.device,
-            w is not None and (w.dtype, w.is_cpu or w.device, w.shape),
-            b is not None and (b.dtype, b.is_cpu or b.device, b.shape),
-            residual is not None and (residual.dtype, residual.is_cpu or residual.device, residual.shape),
-            autocast_is_active() and autocast_dtype(x),
-        )
-    else:
-        plain_because = followed_by()
-        if is_inplace and plain_because is None and is_under_checkpoint():
-            plain_because = COPIED_BY_CHECKPOINT
-        if activation.needs_tracing and plain_because is None and x.dtype is not torch.float64:
-            validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
-            shape = operation.shape(x, w)
-            elements = math.prod(shape)
-            if is_inplace or save != "auto" or elements * x.itemsize >= limits.medium:
-                dtype = (autocast_dtype(x) if operation.is_cast else None) or x.dtype
-                activation, operands, operand_dim = with_operands(activation, shape, dtype, x.device)
-        is_torchs = activation.needs_tracing or activation.fallback_reason is not None
-        facts = (
-            shapes,
-            limits,
-            size,
-            # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
-            activation if not is_torchs else activation.fallback_reason,
-            save,
-            is_inplace,
-            operand_dim,
-            operands and needs_gradient(*operands),
-            x.dtype,
-            x.layout,
-            x.is_neg() or is_of_transform(x),
-            x.is_cpu or x.device,
-            x.requires_grad,
-            w is not None and (w.dtype, w.layout, w.is_cpu or w.device, w.requires_grad, w.is_neg(), w.shape),
-            b is not None
-            and (b.dtype, b.layout, b.is_cpu or b.device, b.requires_grad, b.is_neg(), b.shape, b.is_leaf),
-            residual is not None
-            and (
-                residual.dtype,
-                residual.layout,
-                residual.is_cpu or residual.device,
-                residual.requires_grad,
-                residual.is_neg(),
-                residual.shape,
-            ),
-            torch.is_grad_enabled(),
-            autocast_is_active() and autocast_dtype(x),
-            saved_tensors_hooks_on_top(True) is None,
-            plain_because,
-            dispatch_mode_count() and _mode_types(),
-        )
+        return _checked(call, None), call
+    facts, because, traced = _facts(call)
     try:
-        known = _plans.get(facts)
+        plan = _plans.get(facts)
     except TypeError:  # an option that cannot be hashed, which the checks refuse
-        facts, known = (), None
-    if known is not None:
-        return (known, activation, operands) if known.path != "composite" else (known, given, ())
-    call = Call(
-        operation, x, w, b, residual, activation, save, elements, is_inplace, operands, operand_dim, plain_because
-    )
-    found = _plans.put(facts, call.plan())
+        plan = None
+    if plan is None:
+        plan = _plans.put(facts, _checked(traced, because))
     # PyTorch computes what was given, and not what was traced of it.
-    return (found, activation, operands) if found.path != "composite" else (found, given, ())
+    return plan, call if plan.path == "composite" else traced
+
+
+def _facts(call: Call) -> tuple[Hashable, str | None, Call]:  # to enter more functions takes longer than these tests
+    """What the decision depends on; why PyTorch must compute it, or None; and the call with its activation traced."""
+    operation, x, w, b, residual, activation, save, is_inplace, *_ = call
+    shape: Any = x.shape
+    limits = sizes.limits_of(x) if x.is_cuda else (sizes.SMALL_BYTES, sizes.MEDIUM_BYTES)
+    size = 2  # of a convolution the shape tells
+    if type(operation) is not Convolution:
+        result_bytes = x.numel() * x.itemsize
+        if w is not None:
+            result_bytes = result_bytes // (x.shape[-1:].numel() or 1) * w.shape[:1].numel()
+        size = (result_bytes >= limits[0]) + (result_bytes >= limits[1])
+        # Lengths of sequences change from call to call: where nothing depends on them, the facts leave them out.
+        if residual is None and (w is not None or b is None):
+            shape = len(shape), w is not None and shape[-1:]
+    cast = autocast_is_active() and autocast_dtype(x)
+    facts = [operation, w is None and type(operation.dim), shape, size, limits, save, is_inplace, cast]
+    facts += x.dtype, x.is_cpu or x.device
+    for t in (w, b, residual):
+        facts += (None,) if t is None else (t.dtype, t.is_cpu or t.device, t.shape)
+    if not size and save == "auto" and not is_inplace:
+        # PyTorch computes it, whatever needs gradients and whoever follows.
+        return (*facts, activation.fallback_reason), None, call
+    is_followed = functorch_is_active() or forward_ad_level() >= 0 or dispatch_mode_count() or torchscript_state()
+    because = followed_by() if is_followed else None
+    if is_inplace and because is None and is_under_checkpoint():
+        because = COPIED_BY_CHECKPOINT
+    if activation.needs_tracing and because is None and x.dtype is not torch.float64:
+        call = _traced(call, limits[0])
+        activation = call.activation
+        facts += call.operand_dim, needs_gradient(*call.operands)
+    is_torchs = activation.needs_tracing or activation.fallback_reason is not None
+    # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
+    facts += because, activation.fallback_reason if is_torchs else activation, torch.is_grad_enabled()
+    facts += is_of_transform(x), saved_tensors_hooks_on_top(True) is None
+    for t in (x, w, b, residual):
+        facts += (None,) if t is None else (t.layout, t.requires_grad, t.is_neg())
+    return tuple(facts), because, call
+
+
+def _checked(call: Call, because: str | None) -> Plan:
+    validation.check_call(*call[:5])
+    return decide(call, because)
+
+
+def _traced(call: Call, least_bytes: int) -> Call:
+    """The call with the trace of a user's function, if its result is large enough."""
+    operation, x, w, b, residual, activation, save, is_inplace, *_ = call
+    validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
+    shape = operation.shape(x, w)
+    if not is_inplace and save == "auto" and math.prod(shape) * x.itemsize < least_bytes:
+        return call
+    dtype = (autocast_dtype(x) if operation.is_cast else None) or x.dtype
+    activation, operands, operand_dim = with_operands(activation, shape, dtype, x.device)
+    return call._replace(activation=activation, operands=operands, operand_dim=operand_dim)
 
 
 def with_operands(
@@ -234,41 +171,16 @@ def with_operands(
     return trace_activation(activation, tuple(shape), dtype, device)
 
 
-def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether any needs a gradient, and gradients are switched on."""
-    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
-
-
-def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts a matmul's arguments to, or None where it is off; float64 stays."""
-    if not validation.is_autocast(x.device.type):
-        return None
-    return x.dtype if x.dtype is torch.float64 else torch.get_autocast_dtype(x.device.type)
-
-
 def followed_by() -> str | None:
     """Who follows what is computed and must see PyTorch's own operations, or None."""
-    is_free = (
-        not functorch_is_active()
-        and forward_ad_level() < 0
-        and dispatch_mode_count() == 0
-        and torchscript_state() is None
-    )
-    return None if is_free else _followed_by()
-
-
-def _mode_types() -> tuple[type, ...]:
-    """Of the dispatch modes that are active; one of them may count operators that it knows."""
-    return tuple(type(dispatch_mode_at(i)) for i in range(dispatch_mode_count()))
-
-
-def _followed_by() -> str | None:
     if functorch_is_active():
         return "a transform of torch.func follows the computation"
     if forward_ad_level() >= 0:
         return "forward-mode differentiation follows the computation"
     if torchscript_state() is not None:
         return "TorchScript traces the computation"
+    if not dispatch_mode_count():
+        return None
     if infrastructure_mode(PROXY_MODE) is not None:
         return "make_fx traces the computation"
     if infrastructure_mode(FAKE_MODE) is not None:
@@ -279,7 +191,138 @@ def _followed_by() -> str | None:
     return "a selective checkpoint saves results of single operations" if any(selective) else None
 
 
-def _has_own_node(operation: Operation, x: Tensor, w: Weight) -> bool:
-    """Whether a node of this package makes z, saving less than torch's own."""
-    saves_both = x.requires_grad and w is not None and w.requires_grad
-    return isinstance(operation, Convolution) and not saves_both and operation.padding_in_numbers(w) is not None
+# --- the paths of a plan ----------------------------------------------------------------------------------------------
+
+
+def _composite(plan: Plan, call: Call) -> Tensor:
+    """By PyTorch's own operations."""
+    operation, x, w, b, residual, activation, *_ = call
+    z = operation(x, w, b)
+    return validation.activated(operation.function, activation, z if residual is None else z + residual)
+
+
+def _compiled(plan: Plan, call: Call) -> Tensor:
+    """Functional operations that save what the plan says, and that the compiler fuses."""
+    operation, x, w, b, residual, activation, *_ = call
+
+    def pre_activation(x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None) -> Tensor:
+        z = operation(x, w, b)
+        return z if residual is None else z + residual
+
+    # An exported program is for inference.
+    if plan.saved in ("nothing", "eager") or _torch.is_exporting():
+        y: Tensor = activation.plain(pre_activation(x, w, b, residual))
+    elif plan.saved == "output":
+        # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
+        # variable. A trace runs imports as it meets them.
+        from .ops.compiled import output_saved
+
+        z, parameters = pre_activation(x, w, b, residual), tuple(activation.parameters.items())
+        y = output_saved(z, activation.name, parameters)
+    else:
+        y = compiled_checkpoint(lambda *inputs: activation.plain(pre_activation(*inputs)), x, w, b, residual)
+    return y
+
+
+def _without_gradients(plan: Plan, call: Call) -> Tensor:
+    """By a backend's kernels; nothing is saved, and the output carries no branch bit."""
+    operation, x, w, b, residual, *_ = call
+    if plan.cast is not None and type(operation) is Matmul:
+        x, w, b = x.to(plan.cast), w.to(plan.cast), None if b is None else b.to(plan.cast)
+    kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
+    z = operation(x, w, b)
+    return plan.backend.bias_act(
+        z, kernel_b, plan.activation, call.operands, residual=residual, dim=plan.dim, encode=False,
+        out=z if plan.overwrites else None,
+    )  # fmt: skip
+
+
+def _in_place(plan: Plan, call: Call) -> Tensor:
+    """By PyTorch's own operations, the activation in place."""
+    operation, given, w, b, residual, activation, *_ = call
+    x, residual = _flattened(operation, given, residual) if plan.flattens else (given, residual)
+    z = operation(x, w, b)
+    y: Tensor = activation.in_place(z if residual is None else z.add_(residual))
+    return operation.unflattened(y, given) if plan.flattens else y
+
+
+def _fused(plan: Plan, call: Call) -> Tensor:
+    """By a backend's kernels, for gradients."""
+    operation, given, w, b, residual, _, _, _, operands, _ = call
+    x, residual = _flattened(operation, given, residual) if plan.flattens else (given, residual)
+    kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
+    if plan.cast is not None:
+        # What torch can cast it casts: a weight that is used many times is then cast, and saved, once.
+        kernel_b = None if kernel_b is None else kernel_b.to(plan.cast)
+        x = x.to(plan.cast) if plan.saved == "recompute" else x
+        if plan.saved == "output" and type(operation) is Matmul:
+            x, w = shared_cast(x, plan.cast), shared_cast(w, plan.cast)
+    if type(operation) is Matmul:
+        z = F.linear(x, w, b)  # as operation(x, w, b), without its call
+    elif w is None and b is None:
+        z = x
+    else:
+        z = Conv.apply(x, w, b, operation) if plan.has_own_node else operation(x, w, b)
+    if residual is not None and plan.saved == "input":
+        z, residual = z.add_(residual), None
+    if plan.saved != "output":
+        origin = Origin(x, w, b, operation.__call__) if plan.saved == "recompute" else None
+        y: Tensor = BiasAct.apply(plan, z, kernel_b, residual, origin, *operands)
+    else:
+        places = (
+            place_of(z) if z.requires_grad else None,
+            None if kernel_b is None or not kernel_b.requires_grad else place_of(kernel_b),
+            None if residual is None or not residual.requires_grad else place_of(residual),
+        )
+        y = BiasAct.apply(plan, z, kernel_b, residual, None)
+        node: Any = y.grad_fn
+        node.places = places
+    return operation.unflattened(y, given) if plan.flattens else y
+
+
+def _flattened(operation: Operation, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return operation.flattened(x), None if residual is None else operation.flattened(residual)
+
+
+#: What carries out each path of a plan.
+PATHS: dict[str, Callable[[Plan, Call], Tensor]] = {
+    "composite": _composite,
+    "compiled": _compiled,
+    "no_grad": _without_gradients,
+    "in_place": _in_place,
+    "fused": _fused,
+}
+
+
+# --- with dropout -----------------------------------------------------------------------------------------------------
+
+
+def run_dropout(call: Call, p: float) -> Tensor:
+    """``F.dropout`` of what a call computes, the activation and the dropout in one node where outputs allow it."""
+    operation, given, w, b, residual, activation, save, *_ = call
+    activation = resolve(activation, operation.function)
+    validation.check_dropout(operation.function, p)
+    validation.check_call(operation, given, w, b, residual)
+    is_view = not torch.compiler.is_compiling() and operation.returns_view(given)
+    x, residual = _flattened(operation, given, residual) if is_view else (given, residual)
+    z = operation(x, w, b)
+    if residual is not None:
+        z = z + residual if z is x or residual.dtype is not z.dtype else z.add_(residual)
+    plan, of_z = plan_for(Call(Pointwise(operation.dim), z, None, None, None, activation, save))
+    record = of_z.activation
+    is_one_node = plan.path in ("fused", "in_place") and plan.saved == "output" and not of_z.operands
+    if is_one_node and serves(z, record, p):
+        y = act_dropout(z, record, p, plan.backend, z is not x)
+    else:
+        y = dropped(execute(plan, of_z), p)
+    return operation.unflattened(y, given) if is_view else y
+
+
+def dropped(y: Tensor, p: float) -> Tensor:
+    """``F.dropout(y, p)`` that keeps a bit for each element; by PyTorch where that cannot be, or is not worth a node in
+    Python."""
+    is_ours = validation.are_usual(y) and needs_gradient(y) and y.dtype in DTYPES and not sizes.is_small(y)
+    is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
+    if not is_ours or not has_torchs_mask(y, p):
+        return F.dropout(y, p) if p else y
+    return drop(y, p, backends.choose(y))

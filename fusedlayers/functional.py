@@ -1,25 +1,26 @@
 """The functional interface: dense and convolution layers, activations and MLP blocks.
 
-A public function looks its activation up, asks for the plan (``call.py``, ``block_plan.py``), where the arguments of
-calls that are new are checked, and has it carried out (``execute.py``). What has a ``__torch_function__`` of its own,
-as proxies of ``torch.fx`` and some subclasses of tensors have, is asked first.
+A public function says what is asked for, and has it planned and carried out (``call.py``, ``block_call.py``), where the
+arguments of calls that are new are checked. What has a ``__torch_function__`` of its own, as proxies of ``torch.fx``
+and some subclasses of tensors have, is asked first.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import validation
-from .activations import Activation, resolve
-from .backends.operations import MATMUL, Convolution, Pointwise
-from .block_plan import plan_block
-from .call import needs_gradient, plan_dense, plan_for
-from .execute import PATHS, POINTWISE, dropped, run_block, run_dropout
+from .activations import resolve
+from .backends.operations import MATMUL, Pointwise
+from .block_call import BlockCall, run_block
+from .call import dropped, execute, plan_for, run_dropout, run_in_place
 from .ops.mlp_forward import BlockOptions, Linear
-from .validation import check_call, check_dropout
+from .plan import Call, plain
 
 #: Of ``bias_act`` without a bias, whatever its ``dim``.
 _POINTWISE = Pointwise(-1)
@@ -71,24 +72,18 @@ def dense_bias_act(
     >>> fl.dense_bias_act(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(4), "relu").shape
     torch.Size([2, 4])
     """
-    record = resolve(activation, "dense_bias_act")
-    is_usual = validation.are_usual((input, weight), (bias, residual))
-    if not is_usual:
+    tensors = (input, weight, bias, residual)
+    if has_torch_function(tensors) and not validation.are_usual(*tensors):
+        record = resolve(activation, "dense_bias_act")
         validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
-        tensors = (input, weight, bias, residual)
-        if has_torch_function(tensors):
-            if not record.is_fusible:  # it has no name in a graph
-                y = PATHS["composite"](None, MATMUL, input, weight, bias, residual, record, ())
-                return dropped(y, dropout)
-            return handle_torch_function(
-                dense_bias_act, tensors, input, weight, bias, record, residual=residual, dropout=dropout, save=save
-            )
-    if dropout:
-        check_dropout("dense_bias_act", dropout)
-        check_call(MATMUL, input, weight, bias, residual)
-        return run_dropout(MATMUL, input, weight, bias, residual, record, dropout, save)
-    plan, record, operands = plan_dense(input, weight, bias, residual, record, save, is_usual)
-    return PATHS[plan.path](plan, MATMUL, input, weight, bias, residual, record, operands)
+        if not record.is_fusible:  # it has no name in a graph
+            plan = plain("one of the tensors is of a class of its own")
+            return dropped(execute(plan, Call(MATMUL, *tensors, record)), dropout)
+        return handle_torch_function(
+            dense_bias_act, tensors, input, weight, bias, record, residual=residual, dropout=dropout, save=save
+        )
+    call = Call(MATMUL, input, weight, bias, residual, activation, save)
+    return run_dropout(call, dropout) if dropout else execute(*plan_for(call))
 
 
 def conv_bias_act(
@@ -133,34 +128,29 @@ def conv_bias_act(
     >>> fl.conv_bias_act(torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3), None, "silu", stride=2, padding=1).shape
     torch.Size([2, 4, 4, 4])
     """
-    record = resolve(activation, "conv_bias_act")
-    is_usual = validation.are_usual((input, weight), (bias, residual))
-    if not is_usual:
+    tensors = (input, weight, bias, residual)
+    if has_torch_function(tensors) and not validation.are_usual(*tensors):  # a proxy does not tell its dimensions
+        record = resolve(activation, "conv_bias_act")
         validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
-        tensors = (input, weight, bias, residual)
-        if has_torch_function(tensors):  # a proxy does not tell its dimensions
-            if not record.is_fusible:
-                z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
-                return dropped(record.plain(z), dropout)
-            return handle_torch_function(
-                conv_bias_act, tensors, input, weight, bias, record, stride, padding, dilation, groups,
-                residual=residual, dropout=dropout, save=save,
-            )  # fmt: skip
-    dims = validation.spatial_dims(weight)
-    convolution = Convolution(
-        validation.sizes("conv_bias_act", "stride", stride, dims),
-        padding if isinstance(padding, str) else validation.sizes("conv_bias_act", "padding", padding, dims, least=0),
-        validation.sizes("conv_bias_act", "dilation", dilation, dims),
-        groups,
-    )
-    if dropout:
-        check_dropout("conv_bias_act", dropout)
-        check_call(convolution, input, weight, bias, residual)
-        return run_dropout(convolution, input, weight, bias, residual, record, dropout, save)
-    tensors = input, weight, bias, residual
-    sizes = (convolution, type(groups), input.shape) if is_usual else None
-    plan, record, operands = plan_for(convolution, *tensors, record, save, sizes, is_usual=is_usual)
-    return PATHS[plan.path](plan, convolution, input, weight, bias, residual, record, operands)
+        if not record.is_fusible:
+            z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
+            return dropped(record.plain(z), dropout)
+        return handle_torch_function(
+            conv_bias_act, tensors, input, weight, bias, record, stride, padding, dilation, groups,
+            residual=residual, dropout=dropout, save=save,
+        )  # fmt: skip
+    try:
+        make = validation.convolution if torch.compiler.is_compiling() else _convolution
+        convolution = make(weight.dim() - 2, stride, padding, dilation, groups)
+    except (TypeError, AttributeError):  # a list, which cannot be hashed; or a weight that is no tensor
+        validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
+        convolution = validation.convolution(weight.dim() - 2, stride, padding, dilation, groups)
+    call = Call(convolution, input, weight, bias, residual, activation, save)
+    return run_dropout(call, dropout) if dropout else execute(*plan_for(call))
+
+
+#: Entering no Python function. 1.0 is no 1.
+_convolution = functools.lru_cache(256, typed=True)(validation.convolution)
 
 
 def bias_act(
@@ -197,37 +187,19 @@ def bias_act(
     >>> fl.bias_act(torch.zeros(2, 3, 5), torch.ones(3), "relu", dim=1)[0, :, 0]
     tensor([1., 1., 1.])
     """
-    record = activation if isinstance(activation, Activation) else resolve(activation, "bias_act")
-    is_usual = validation.are_usual((input,), (bias,))
-    if not is_usual:
+    tensors = (input, bias)
+    if has_torch_function(tensors) and not validation.are_usual(*tensors):
+        record = resolve(activation, "bias_act")
         validation.check_tensors("bias_act", {"input": input}, bias=bias)
-        tensors = (input, bias)
-        if has_torch_function(tensors):
-            if not record.is_fusible and bias is None and not inplace:
-                return dropped(record.plain(input), dropout)
-            return handle_torch_function(
-                bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, dropout=dropout, save=save
-            )
-    if inplace and save == "recompute":
-        raise ValueError("bias_act: save='recompute' needs the input, which inplace=True overwrites; drop one of them")
-    if dropout:
-        check_dropout("bias_act", dropout)
-        if inplace:
-            raise ValueError("bias_act: dropout and inplace=True; drop one of them")
-        check_call(Pointwise(dim), input, None, bias, None)
-        return run_dropout(Pointwise(dim), input, None, bias, None, record, dropout, save)
-    operation = _POINTWISE if bias is None else Pointwise(dim)
-    sizes = operation, type(dim), input.dim() if bias is None or not is_usual else input.shape
-    count = input.numel() if is_usual else None
-    plan, traced, operands = plan_for(
-        operation, input, None, bias, None, record, save, sizes, count, bool(inplace), is_usual
-    )
+        if not record.is_fusible and bias is None and not inplace:
+            return dropped(record.plain(input), dropout)
+        return handle_torch_function(
+            bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, dropout=dropout, save=save
+        )
+    call = Call(_POINTWISE if bias is None else Pointwise(dim), input, None, bias, None, activation, save)
     if inplace:
-        validation.check_writable("bias_act", input)
-        # Autograd refuses some views, but only after a Function has written; copy_ asks first.
-        if not plan.overwrites or (input._is_view() and needs_gradient(input, bias)):
-            return input.copy_(bias_act(input.clone(), bias, record, dim=dim, save=save))
-    return POINTWISE[plan.path](plan, operation, input, None, bias, None, traced, operands)
+        return run_in_place(call, dropout)
+    return run_dropout(call, dropout) if dropout else execute(*plan_for(call))
 
 
 def mlp(
@@ -255,7 +227,7 @@ def mlp(
             evaluation. A bit for each is saved.
         save: what is saved of the hidden layer. "output": what the activation returns. "input": what it is given, from
             which backward recomputes the other. "recompute": nothing; forward and backward run over chunks of rows (as
-            "auto" where input or weights would be saved for this alone, and be more).
+            "auto" where a weight is frozen or computed).
             "auto": "output" where the derivative follows from it within the dtype's rounding floor, else "input".
         chunks: into how many chunks the rows are cut where something hidden is needed for a moment only. None: 16 on
             CPUs; on GPUs, where each chunk launches kernels of its own, one, or with "recompute" as many as have 32 MiB
@@ -268,23 +240,21 @@ def mlp(
         TypeError, ValueError: as ``dense_bias_act``.
 
     Saved: one hidden buffer or none, ``input`` if ``weight1`` needs a gradient, and the weights that gradients go
-    through. Backward writes over the buffer, unless the graph is kept for another backward pass. Where ``weight1`` is
-    frozen or computed, or no gradient is needed, the block runs layer by layer, as ``dense_bias_act`` and ``F.linear``.
+    through. Backward writes over the buffer, unless the graph is kept for another backward pass. Where a weight
+    is frozen or computed, or no gradient is needed, the block runs layer by layer, as ``dense_bias_act``, ``F.linear``.
 
     >>> import torch, fusedlayers as fl
     >>> fl.mlp(torch.ones(2, 3), torch.ones(8, 3), None, torch.ones(3, 8), None, "relu")
     tensor([[24., 24., 24.],
             [24., 24., 24.]])
     """
-    record = resolve(activation, "mlp")
     tensors = input, weight1, bias1, weight2, bias2
     if has_torch_function(tensors):
+        record = resolve(activation, "mlp")
         known = record if record.is_fusible else activation
         return handle_torch_function(mlp, tensors, *tensors, known, dropout=dropout, save=save, chunks=chunks)
     options = BlockOptions("mlp", dropout, save, chunks, is_gated=False)
-    first, last = [Linear(weight1, bias1)], Linear(weight2, bias2)
-    plan, operands = plan_block(options, input, first, last, record)
-    return run_block(plan, options, input, first, last, record, operands)
+    return run_block(BlockCall(options, input, [Linear(weight1, bias1)], Linear(weight2, bias2), activation))
 
 
 def gated_mlp(
@@ -327,9 +297,9 @@ def gated_mlp(
     >>> fl.gated_mlp(torch.ones(2, 3), w, None, w, None, w.t(), None, "relu")[0]
     tensor([72., 72., 72.])
     """
-    record = resolve(activation, "gated_mlp")
     tensors = input, weight_gate, bias_gate, weight_up, bias_up, weight_down, bias_down
     if has_torch_function(tensors):
+        record = resolve(activation, "gated_mlp")
         known = record if record.is_fusible else activation
         return handle_torch_function(gated_mlp, tensors, *tensors, known, dropout=dropout, save=save, chunks=chunks)
     options = BlockOptions("gated_mlp", dropout, save, chunks, is_gated=True)
@@ -338,5 +308,4 @@ def gated_mlp(
         first.append(Linear(weight_up, bias_up))
     elif bias_up is not None:
         raise ValueError("gated_mlp: bias_up without weight_up; packed weights have packed biases, in bias_gate")
-    plan, operands = plan_block(options, input, first, last, record)
-    return run_block(plan, options, input, first, last, record, operands)
+    return run_block(BlockCall(options, input, first, last, activation))

@@ -1,92 +1,64 @@
 """Decides what a call does: which path it takes, what is saved for backward, and why.
 
-Two things are decided later: whether backward may overwrite a buffer (``ops/buffer_reuse.py``), and what a block
-that runs layer by layer asks of its layers (``execute.py``).
-
-A ``PlanKey`` names what the decision depends on; ``call.py`` reads it off a call. ``make_plan`` is a pure function of
-the key, so a layer can also ask what it would do for typical inputs, and ``repr`` prints the answer.
-
-A plan holds no tensors. What changes from call to call is not part of it: who owns a buffer in backward, the seed of a
+A ``Call`` is what is asked for, and a ``Plan`` the answer. ``call.py`` remembers plans by what they depend on. A plan
+holds no tensors. What changes from call to call is not part of it: who owns a buffer in backward, the seed of a
 dropout, and what depends on values.
+
+Layers and blocks share one record, and the reasons, which are for people: in ``repr``, in ``explain``, in errors.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch import Tensor
 
 from . import backends, validation
+from ._torch import autocast_is_active, saved_tensors_hooks_on_top
 from .activations import KEPT_BY_TORCH, Activation, Saved
 from .backends import Backend
-from .backends.operations import GATE, Operation, Pointwise
-from .sizes import MEDIUM_BYTES, SMALL_BYTES, Limits, Size
+from .backends.operations import GATE, Convolution, Operation, Pointwise, Weight
+from .ops.mlp_forward import Block, BlockOptions
+from .sizes import limits_of
 from .utils.formatting import whole_size_text
 
 #: Of a function that a layer would keep both sides of.
 _KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"
 
-Path = Literal["composite", "compiled", "no_grad", "in_place", "fused"]
+Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "by_layer"]
 """How a call is computed.
 
 * "composite": by PyTorch's own operations, which save what they save;
 * "compiled": by functional operations that the compiler fuses;
 * "no_grad": by a backend's kernels, saving nothing;
 * "in_place": by PyTorch's own operations, the activation in place, which saves its result;
-* "fused": by a backend's kernels under an autograd Function.
+* "fused": by a backend's kernels under an autograd Function;
+* "by_layer", of a block: each layer by a plan of its own.
 """
 
 
-class Needs(NamedTuple):
-    """Which arguments need gradients; none does while gradients are switched off."""
+class Call(NamedTuple):
+    """A layer's call: ``activation(operation(x, w, b) + residual, *operands)``."""
 
-    x: bool = True
-    w: bool = True
-    b: bool = True
-    residual: bool = False
-    operands: bool = False
-
-
-class PlanKey(NamedTuple):
-    """What the decision for a layer, or for ``bias_act``, depends on."""
-
-    #: What comes before the activation, without tensors.
     operation: Operation
-    #: The record; of a user's function the traced one.
-    activation: Activation
-    #: What the caller asks for.
-    save: str
-    #: Of the pre-activation.
-    dtype: torch.dtype
-    backend: Backend
-    needs: Needs = Needs()
-    #: Why only PyTorch's own operations will do, or None.
-    plain_because: str | None = None
-    #: Whether ``torch.compile`` traces the call.
-    is_compiling: bool = False
-    size: Size = "large"
-    limits: Limits = Limits(SMALL_BYTES, MEDIUM_BYTES)
-    #: The dtype that autocast casts to, or None where it is off.
-    cast: torch.dtype | None = None
-    has_residual: bool = False
-    #: The dimension of the pre-activation along which the activation's own tensors run, if the bias does not, or None.
-    operand_dim: int | None = None
-    #: Whether the operation saves its arguments for its own gradients.
-    saves_arguments: bool = False
-    #: Whether saved tensors pass through saved-tensor hooks.
-    is_hooked: bool = False
-    #: Whether the result is to be written over the input.
+    x: Tensor
+    w: Weight
+    b: Tensor | None
+    residual: Tensor | None
+    #: What a user passes; of what is computed the record.
+    activation: Any
+    save: str = "auto"
+    #: Whether the result is to be written over x.
     is_inplace: bool = False
-    #: Whether a node of this package makes the pre-activation, saving less than torch's.
-    has_own_node: bool = False
-    #: Whether the operation returns a view of its result.
-    returns_view: bool = False
-    #: Whether the operation makes a new tensor; bias_act without a bias does not.
-    makes_z: bool = True
+    #: The tensors that the activation reads, and the dimension along which they run.
+    operands: tuple[Tensor, ...] = ()
+    operand_dim: int | None = None
 
 
 class Plan(NamedTuple):
-    """What a layer's call does."""
+    """What a call does."""
 
     path: Path
     #: What the activation saves: "output" y, "input" the pre-activation z, "recompute" neither, "nothing" where none is
@@ -103,18 +75,19 @@ class Plan(NamedTuple):
     dim: int = -1
     #: Whether the activation's kernel adds the bias, and not the operation.
     bias_in_kernel: bool = False
-    #: Whether a node of this package makes z.
+    #: Whether a node of this package makes z, saving less than torch's.
     has_own_node: bool = False
     #: Whether x is flattened first. Otherwise the operation returns a view, and autograd makes a copy where a view is
     #: overwritten.
     flattens: bool = False
     #: Whether y is written over z.
     overwrites: bool = False
-    #: Whether backward can recompute z from the operation's own arguments.
-    keeps_origin: bool = False
+    #: Whether the saved output passes through saved-tensor hooks, under which autograd looks for no edits.
     is_hooked: bool = False
     #: Whose call it is, for errors in backward.
     function: str = ""
+    #: What the node of a block needs to know besides tensors.
+    block: Block | None = None
 
     def __str__(self) -> str:
         return self.reason
@@ -128,72 +101,108 @@ def plain(because: str) -> Plan:
     return Plan("composite", "eager", f"not fused: {because}")
 
 
-def make_plan(key: PlanKey) -> Plan:
-    """The decision.
+def needs_gradient(*tensors: Tensor | None) -> bool:
+    """Whether any needs a gradient, and gradients are switched on."""
+    return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast casts a matmul's arguments to, or None where it is off; float64 stays."""
+    if not autocast_is_active() or not validation.is_autocast(x.device.type):
+        return None
+    return x.dtype if x.dtype is torch.float64 else torch.get_autocast_dtype(x.device.type)
+
+
+# --- a layer ----------------------------------------------------------------------------------------------------------
+
+
+def decide(call: Call, followed_by: str | None) -> Plan:
+    """The plan of a layer, or of ``bias_act``, whose tensors fit together.
+
+    Args:
+        followed_by: who must see PyTorch's own operations, or None.
 
     Raises:
         ValueError: an unknown ``save``, or ``save="output"`` where the output does not determine the derivative.
     """
-    operation, activation, save, dtype, backend, needs, *_ = key
+    operation, x, w, b, residual, activation, save, *_ = call
+    cast = autocast_dtype(x) if operation.is_cast else None
+    dtype, backend = cast or x.dtype, backends.choose(x, activation)
     saved = choose_save(operation.function, activation, save, dtype)
-    left = _left_to_pytorch(key)
-    if left is not None:
-        return left
+    is_trained, is_compiling = needs_gradient(x, w, b, residual, *call.operands), torch.compiler.is_compiling()
+    because = followed_by or validation.unusual_because(x, w, b, residual) or activation.fallback_reason
+    if residual is not None and residual.dtype is not dtype:
+        because = because or f"the residual is {residual.dtype} where the sum is {dtype}"
+    if because is None and is_compiling and activation.needs_tracing:
+        because = "torch.compile sees a user's function as it is"
+    if because is None and not is_compiling:
+        because = _left_because(call, dtype, backend, is_trained)
+    if because is not None:
+        return plain(because)
     reason = describe(activation, save, dtype)
     if saved == "nothing":
         return Plan("composite", "eager", reason)
-    if operation == GATE and any(needs) and not key.is_compiling:
-        dim = -1 if key.operand_dim is None else key.operand_dim
+    if operation == GATE and is_trained and not is_compiling:
+        dim = -1 if call.operand_dim is None else call.operand_dim
         return Plan("fused", "input", "saves gate and up", activation, backend, dim=dim)
-    if key.is_compiling:
+    if is_compiling:
         # The compiler chooses what it saves of an activation's input, or instead of it.
         kept: Saved | Literal["eager"] = "eager" if saved == "input" else saved
-        return Plan("compiled", kept if any(needs) else "nothing", reason, activation)
+        return Plan("compiled", kept if is_trained else "nothing", reason, activation)
+    return _by_kernels(call, Plan("fused", saved, reason, activation, backend, cast), is_trained)
 
-    dim = operation.dim if key.operand_dim is None else key.operand_dim
-    is_along = key.operand_dim is None
+
+def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
+    """The plan with all that the kernels must know."""
+    operation, x, w, b, _, activation, *_ = call
+    saved, backend = plan.saved, plan.backend
+    other_dim = call.operand_dim
+    is_along = other_dim is None or (other_dim - operation.dim) % max(1, x.dim()) == 0
+    dim = operation.dim if is_along or other_dim is None else other_dim
     is_pointwise = isinstance(operation, Pointwise)
     # The result of an operation is the package's own to overwrite, and an input is the caller's.
-    overwrites = key.is_inplace if is_pointwise else True
-    if not any(needs):
-        return Plan(
-            "no_grad",
-            "nothing",
-            "saves nothing: no gradient is needed",
-            activation,
-            backend,
-            key.cast,
-            dim,
-            bias_in_kernel=is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS),
-            overwrites=overwrites and (saved == "output" or not is_pointwise),
-        )
-    flattens = key.returns_view and is_along
-    torch_makes_z = key.makes_z and not key.is_inplace and not key.has_own_node
-    path: Path = "fused"
+    overwrites = call.is_inplace or not is_pointwise
+    adds_bias = is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS)
+    if not is_trained:
+        return plan._replace(
+            path="no_grad", saved="nothing", reason="saves nothing: no gradient is needed", dim=dim,
+            bias_in_kernel=adds_bias, overwrites=overwrites and (saved == "output" or not is_pointwise),
+        )  # fmt: skip
+    has_own_node = isinstance(operation, Convolution) and not (x.requires_grad and w.requires_grad)
+    has_own_node = has_own_node and operation.padding_in_numbers(w) is not None  # type: ignore[union-attr]  # as above
+    is_hooked = saved_tensors_hooks_on_top(True) is not None
+    by_torch = not (call.is_inplace or has_own_node or (is_pointwise and b is None))
     # Under hooks nobody would notice an edit of what PyTorch's operation has saved: where PyTorch's own layers do not
     # save it, their result may be edited.
-    is_noticed = not key.is_hooked or activation.name in KEPT_BY_TORCH
-    if saved == "output" and activation.in_place is not None and key.size != "large" and torch_makes_z and is_noticed:
-        path = "in_place"
-    # Then the activation's node may hold them too, at no cost.
-    holds_arguments = key.saves_arguments and not is_pointwise and key.cast is None and not key.is_hooked
-    return Plan(
-        path,
-        saved,
-        reason,
-        activation,
-        backend,
-        key.cast,
-        dim,
-        bias_in_kernel=saved != "input" and is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS),
-        has_own_node=key.has_own_node and key.cast is None,
-        flattens=flattens,
-        overwrites=overwrites and is_along and saved != "input",
-        # Second derivatives then go through the exact z and not the rounded y.
-        keeps_origin=saved == "recompute" or (saved == "output" and holds_arguments and not key.has_residual),
-        is_hooked=key.is_hooked,
+    by_torch = by_torch and (not is_hooked or activation.name in KEPT_BY_TORCH)
+    is_in_place = by_torch and saved == "output" and activation.in_place is not None
+    is_in_place = is_in_place and _result_bytes(call) < limits_of(x).large
+    return plan._replace(
+        path="in_place" if is_in_place else "fused", dim=dim, bias_in_kernel=adds_bias and saved != "input",
+        has_own_node=has_own_node and plan.cast is None, flattens=operation.returns_view(x) and is_along,
+        overwrites=overwrites and is_along and saved != "input", is_hooked=is_hooked and saved == "output",
         function=operation.function,
-    )
+    )  # fmt: skip
+
+
+def _left_because(call: Call, dtype: torch.dtype, backend: Backend, is_trained: bool) -> str | None:
+    """Why PyTorch computes what the kernels could compute, or None."""
+    operation, x, _, _, _, activation, save, *_ = call
+    if save != "auto":
+        return None
+    if activation.torch_keeps_less and operation != GATE:
+        return _KEEPS_LESS
+    limit = limits_of(x).medium
+    is_small = _result_bytes(call) < limit and not call.is_inplace
+    if is_trained and activation.output_refusal(dtype) is None:
+        because = backend.slow_because(activation, dtype, may_build=not is_small)
+        if because is not None:
+            return because
+    return f"results of less than {whole_size_text(limit)} are left to PyTorch" if is_small else None
+
+
+def _result_bytes(call: Call) -> int:
+    return math.prod(call.operation.shape(call.x, call.w)) * call.x.itemsize
 
 
 def choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:
@@ -231,35 +240,20 @@ def describe(activation: Activation, save: str, dtype: torch.dtype, device: torc
         return f"not fused: {_KEEPS_LESS}"
     if refused is not None:  # choose_save refuses "output"; a layer may have got another dtype since
         return f"{'cannot save the output' if save == 'output' else 'saves the input'}: {refused}"
-    if (because := _slow_there(activation, save, dtype, device)) is not None:
+    because = None if device is None or save != "auto" else backends.slow_on(device, dtype, activation)
+    if because is not None:
         return f"not fused: {because}"
     return "saves the output (last bit = side of minimum)" if activation.is_folded else "saves the output"
 
 
-def _left_to_pytorch(key: PlanKey) -> Plan | None:
-    """The plan where PyTorch computes the call, or None."""
-    activation = key.activation
-    because = key.plain_because or activation.fallback_reason
-    if because is None and key.is_compiling:
-        if activation.needs_tracing:
-            return plain("torch.compile sees a user's function as it is")
-        return None
-    if because is None and key.save == "auto" and activation.torch_keeps_less and key.operation != GATE:
-        because = _KEEPS_LESS
-    is_small = key.size == "small" and key.save == "auto" and not key.is_inplace
-    because = because or _slow_because(key, may_build=not is_small)
-    if because is None and is_small:
-        because = f"results of less than {whole_size_text(key.limits.medium)} are left to PyTorch"
-    return None if because is None else plain(because)
-
-
-def _slow_because(key: PlanKey, *, may_build: bool) -> str | None:
-    """Why saving the output would take several times PyTorch's time, or None."""
-    if key.save != "auto" or not any(key.needs) or key.activation.output_refusal(key.dtype) is not None:
-        return None
-    return key.backend.slow_because(key.activation, key.dtype, may_build=may_build)
-
-
-def _slow_there(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None) -> str | None:
-    """The same of a layer on a device, before anything is built; None if that is not known."""
-    return None if device is None or save != "auto" else backends.slow_on(device, dtype, activation)
+def describe_block(
+    options: BlockOptions, activation: Activation, dtype: torch.dtype, device: torch.device | None = None
+) -> str:
+    """What a block saves of its hidden layer, and why, as ``describe``."""
+    if options.save != "output" and (left := activation.left_because(dtype)) is not None:
+        return f"not fused: {left}"
+    if options.save != "recompute" and options.is_gated:
+        return "saves gate and up"
+    if options.save != "recompute" and activation.is_identity:
+        return "saves the first layer's result"
+    return describe(activation, options.save, dtype, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,6 @@ GPU_BYTES = 128 << 10
 #: two threads, a busy machine).
 SPELLED_NORM_BYTES = 256 << 10
 
-Size = Literal["small", "medium", "large"]
-
 
 class Limits(NamedTuple):
     """From how many bytes on results are of medium size, and large."""
@@ -45,13 +43,9 @@ class Limits(NamedTuple):
     large: int
 
 
-def sized(x: Tensor, elements: int | None) -> tuple[Size, Limits]:
-    """The size of a result for x, which counts as large where nobody knows how many elements it has, and the limits."""
-    limits = Limits(SMALL_BYTES, MEDIUM_BYTES) if x.is_cpu else Limits(small_bytes(x), GPU_MEDIUM_BYTES)
-    if elements is None:
-        return "large", limits
-    result_bytes = elements * x.itemsize
-    return ("small" if result_bytes < limits.medium else "medium" if result_bytes < limits.large else "large"), limits
+def limits_of(x: Tensor) -> Limits:
+    """Those on the device of x."""
+    return Limits(small_bytes(x), GPU_MEDIUM_BYTES if x.is_cuda else MEDIUM_BYTES)
 
 
 def is_small(x: object) -> bool:

@@ -67,7 +67,7 @@ def language_is_exchanged_once() -> None:
 def nothing_outlives_a_test() -> Iterator[None]:
     """No plan, for a test may have exchanged what it depends on; and no activation that a test has registered, for
     others iterate over the table."""
-    from fusedlayers import block_plan, call
+    from fusedlayers import block_call, call
     from fusedlayers.activations import table
 
     rows, by_name = dict(table._rows), dict(table.by_name)
@@ -75,7 +75,7 @@ def nothing_outlives_a_test() -> Iterator[None]:
     by_spelling = dict(table.by_spelling)
     yield
     call._plans.clear()
-    block_plan._plans.clear()
+    block_call._plans.clear()
     if len(table._rows) != len(rows):
         for names, before in (
             (table._rows, rows),
@@ -113,7 +113,7 @@ def has_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and what there is without it, on whatever device the tests run."""
-    from fusedlayers import backends, block_plan, call, sizes
+    from fusedlayers import backends, block_call, call, sizes
     from fusedlayers.backends import cpu, triton
     from fusedlayers.backends import torch as reference
 
@@ -127,7 +127,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
             return cpu if tensor.is_cpu else reference
 
         monkeypatch.setattr(backends, "choose", choose)
-        for plans in (call._plans, block_plan._plans):
+        for plans in (call._plans, block_call._plans):
             plans.clear()
 
     return switch

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from fusedlayers import block_plan, call, functional
+from fusedlayers import block_call, call, functional
 from fusedlayers.utils.bounded_cache import BoundedCache
 
 
@@ -15,19 +15,21 @@ def plans_of(function: Callable[..., Any], *args: Any, compiled: bool = False, *
     the call."""
     found: list[Any] = []
 
-    def noting(decide: Callable[..., Any], plan: Callable[[Any], Any]) -> Callable[..., Any]:
+    def noting(decide: Callable[..., Any]) -> Callable[..., Any]:
         def decided(*arguments: Any) -> Any:
-            result = decide(*arguments)
-            found.append(plan(result))
-            return result
+            plan, *rest = decide(*arguments)
+            found.append(plan)
+            return plan, *rest
 
         return decided
 
     with (
         mock.patch.object(call, "_plans", BoundedCache(64)),
-        mock.patch.object(block_plan, "_plans", BoundedCache(64)),
-        mock.patch.object(call.Call, "plan", noting(call.Call.plan, lambda plan: plan)),
-        mock.patch.object(functional, "plan_block", noting(functional.plan_block, lambda planned: planned[0])),
+        mock.patch.object(block_call, "_plans", BoundedCache(64)),
+        mock.patch.object(call, "plan_for", noting(call.plan_for)),
+        mock.patch.object(block_call, "plan_for", noting(block_call.plan_for)),
+        mock.patch.object(functional, "plan_for", noting(functional.plan_for)),
+        mock.patch.object(block_call, "plan_block", noting(block_call.plan_block)),
         mock.patch("torch.compiler.is_compiling", return_value=compiled),
     ):
         function(*args, **kwargs)

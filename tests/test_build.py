@@ -22,7 +22,7 @@ from reference import relative
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import block_plan, call
+from fusedlayers import block_call, call
 from fusedlayers.activations import resolve
 from fusedlayers.backends import cpu
 from fusedlayers.backends.cpu import build, elementwise, loops
@@ -38,7 +38,7 @@ def _forget() -> None:
         for cached in vars(module).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
-    for plans in (call._plans, block_plan._plans):
+    for plans in (call._plans, block_call._plans):
         plans.clear()
 
 
@@ -190,7 +190,7 @@ def _forget_plans() -> None:
     """And kernels, so that the next call asks again for the library."""
     for cached in (elementwise.forward_kernel, elementwise.gradient_kernel, elementwise.gate_kernel):
         cached.cache_clear()
-    for plans in (call._plans, block_plan._plans):
+    for plans in (call._plans, block_call._plans):
         plans.clear()
 
 

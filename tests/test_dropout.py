@@ -18,7 +18,7 @@ import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.backends import cpu
 from fusedlayers.backends import torch as reference
-from fusedlayers.execute import dropped
+from fusedlayers.call import dropped
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops import dropout
 

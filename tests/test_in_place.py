@@ -1,6 +1,5 @@
 """Results of medium size: the activation is torch's own in-place operation, which saves its result and nothing else."""
 
-import io
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -131,8 +130,6 @@ def test_contexts(name: str) -> None:
         y = module(x)
     torch.testing.assert_close(gradients(y), expected)
     assert sum(t.shape == y.shape for t in packed) == 1
-    batched = torch.autograd.grad(module(x), x, dy.expand(3, 30, 40), is_grads_batched=True)[0]
-    torch.testing.assert_close(batched, expected[0].expand(3, 30, 12))
     y = module(x)
     y.detach().zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -144,10 +141,6 @@ def test_contexts(name: str) -> None:
     if name not in KEPT_BY_TORCH:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             gradients(y)
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    assert torch.equal(torch.load(buffer, weights_only=False)(x), module(x))
 
 
 @pytest.mark.parametrize("subject", ["dense", "dense, three dimensions", "conv"])
@@ -167,23 +160,6 @@ def test_under_autocast(subject: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert y.dtype is torch.bfloat16 and torch.equal(y, expected)
     gradients = [torch.autograd.grad(t, (x, w, b), dy) for t in (y, expected)]
     assert all(map(torch.equal, *gradients))
-
-
-def test_frozen_parts() -> None:
-    x, w, b = torch.randn(30, 12), torch.randn(40, 12), torch.randn(40)
-    residual = torch.randn(30, 40)
-    z = F.linear(x, w, b) + residual
-    for wanted in (x, w, b, residual):
-        wanted.requires_grad_(True)
-        call = partial(fl.dense_bias_act, activation="tanh", residual=residual)
-        (found,) = plans_of(call, x, w, b)
-        call(x, w, b).sum().backward()
-        expected = torch.autograd.grad(torch.tanh(F.linear(x, w, b) + residual).sum(), wanted)[0]
-        torch.testing.assert_close(wanted.grad, expected)
-        assert found.path == "in_place" and sum(t.grad is not None for t in (x, w, b, residual)) == 1
-        wanted.grad = None
-        wanted.requires_grad_(False)
-    assert torch.equal(fl.dense_bias_act(x, w, b, "tanh", residual=residual), torch.tanh(z))
 
 
 def test_bias_act() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers import block_plan
+from fusedlayers import block_call
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.ops import mlp, mlp_forward
@@ -186,16 +186,6 @@ def test_never_more_than_eager_is_kept(kind: Kind, save: str, rows: int, size: i
             assert here <= kept(kind.eager, bias_is_made, plain), (needs, name)
 
 
-@every_kind
-def test_a_last_weight_that_no_gradient_goes_through_is_not_kept(kind: Kind) -> None:
-    tensors = kind.leaves()
-    for t in tensors[:-2]:
-        t.requires_grad_(False)
-    *first, w, b = tensors
-    kept = saved_bytes(lambda: kind.function(*first, w * 1, b, "gelu", save="recompute"), exclude=first)
-    assert kept == 0
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "save", "most"),
     [
@@ -285,7 +275,7 @@ def test_matmuls_add_16_bit_products_in_float32_where_they_can(monkeypatch: pyte
 
     monkeypatch.setattr(mlp, "_has_wide_products", lambda device: True)
     monkeypatch.setattr(torch, "addmm", with_dtype)
-    monkeypatch.setattr(block_plan, "_chunks", lambda key, block: block.chunks)
+    monkeypatch.setattr(block_call, "_chunks", lambda key, block: block.chunks)
     made = (torch.randn(2048, 16), torch.randn(64, 16), torch.randn(16, 64))
     tensors = [t.bfloat16().requires_grad_() for t in made]
     exact = [t.detach().double().requires_grad_() for t in tensors]
@@ -585,15 +575,12 @@ def test_compiled_whole(kind: Kind, save: str) -> None:
         assert saved_bytes(compiled, *tensors, exclude=tensors) < ROWS * HIDDEN * 4
 
 
-@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("how", ["checkpoint", "save_on_cpu", "held", "held storage", "kept graph"])
 @every_kind
 def test_what_hooks_hand_back_is_copied_only_if_somebody_holds_it(
-    kind: Kind, how: str, frozen: bool, monkeypatch: pytest.MonkeyPatch
+    kind: Kind, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tensors = kind.leaves()
-    for t in tensors[1::2] if frozen else []:
-        t.requires_grad_(False)
     sources = [t for t in tensors if t.requires_grad]
     call = functools.partial(kind.function, activation="gelu", save="auto")
     expected = torch.autograd.grad(call(*tensors).sum(), sources)
@@ -715,9 +702,9 @@ def test_bad_arguments(change: dict[str, Any], error: type[Exception], message: 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"weight_up": torch.randn(9, 4), "bias_up": None}, ValueError, r"weight_up \(9, 4\) must have the same shape"),
+        ({"weight_up": torch.randn(9, 4), "bias_up": None}, ValueError, r"expected weight_up \(8, 4\), like weight_gate, got"),
         ({"weight_up": None, "bias_up": None, "weight_gate": torch.randn(9, 4), "bias_gate": None}, ValueError,
-         r"gated_mlp: without weight_up, weight_gate must hold both, \(2 \* hidden, in\), got \(9, 4\)"),
+         r"gated_mlp: expected weight_down \(out, hidden\) for weight_gate \(2 \* hidden, in\), got .* \(9, 4\)"),
         ({"weight_up": None, "bias_up": None}, ValueError,
          r"expected weight_down \(out, hidden\) for weight_gate \(2 \* hidden, in\), got \(4, 8\) and \(8, 4\); "
          r"weight_down\.shape\[1\] must be half of weight_gate\.shape\[0\]"),
@@ -797,10 +784,10 @@ def test_the_plan_says_what_is_saved_where_layers_are_frozen() -> None:
     assert _node(module(x)) == "MLPBackward" and "saves the output (last bit" in repr(module)
     module.fc1.requires_grad_(False)
     outer, inner = plans_of(module, x)
-    assert outer.path == "by_layer" and "the first layer is frozen" in str(outer) and inner.saved == "output"
+    assert outer.path == "by_layer" and "a weight is frozen" in str(outer) and inner.saved == "output"
     assert _node(module(x)) != "MLPBackward"
     module.save = "recompute"
-    assert _node(module(x)) == "MLPBackward" and [found.saved for found in plans_of(module, x)] == ["recompute"]
+    assert _node(module(x)) != "MLPBackward"
 
 
 @every_module

@@ -6,14 +6,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.memory import peak_bytes, saved_bytes
 
-OUTPUT_ONLY = [a for a in (row.bind() for row in rows()) if a.output_refusal(torch.float32) is None]
-OUTPUT_ONLY = [a for a in OUTPUT_ONLY if not a.is_identity]
+ALL = [row.bind() for row in rows()]
+OUTPUT_ONLY = [a for a in ALL if a.output_refusal(torch.float32) is None and not a.is_identity]
 FOLDED = [a for a in OUTPUT_ONLY if a.is_folded]
 
 ROWS, IN, HIDDEN = 64, 24, 96
@@ -21,16 +21,10 @@ ELEMENTS = ROWS * HIDDEN
 
 every_activation = pytest.mark.parametrize("activation", OUTPUT_ONLY, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
 compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 def _fused(activation: object, save: str = "auto") -> Layer:
@@ -41,106 +35,75 @@ def _eager(activation: Activation) -> Layer:
     return lambda x, w, b: activation.plain(F.linear(x, w, b))
 
 
-def _parameters(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+def _tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """x, w1, b1, w2 and v."""
     torch.manual_seed(0)
-    shapes = {"w1": (HIDDEN, IN), "b1": (HIDDEN,), "w2": (IN, HIDDEN), "v": (HIDDEN, IN)}
-    return {name: nn.Parameter(torch.randn(shape).to(dtype)) for name, shape in shapes.items()}
-
-
-def _x(dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(ROWS, IN).to(dtype)
-
-
-# --- with a Linear behind ---------------------------------------------------------------------------------------------
+    shapes = (ROWS, IN), (HIDDEN, IN), (HIDDEN,), (IN, HIDDEN), (HIDDEN, IN)
+    return [torch.randn(shape).to(dtype).requires_grad_(i > 0) for i, shape in enumerate(shapes)]
 
 
 @every_activation
 @every_dtype
-def test_a_linear_behind_shares_the_one_buffer(activation: Activation, dtype: torch.dtype) -> None:
-    p, x = _parameters(dtype), _x(dtype)
-    for bias in (p["b1"], None):
-        saved = saved_bytes(lambda x, b=bias: F.linear(_fused(activation)(x, p["w1"], b), p["w2"]), x, exclude=x)
+def test_one_buffer(activation: Activation, dtype: torch.dtype) -> None:
+    """A linear layer behind shares it; a product behind an activation alone does too."""
+    x, w, b, w2, _ = _tensors(dtype)
+    for bias in (b, None):
+        saved = saved_bytes(lambda x, b=bias: F.linear(_fused(activation)(x, w, b), w2), x, exclude=x)
         assert saved == dtype.itemsize * ELEMENTS
+    z = torch.randn(ROWS, HIDDEN).to(dtype).requires_grad_()
+    for inplace in (False, True):
+        kept = saved_bytes(lambda inplace=inplace: fl.bias_act(z * 1, b, activation, inplace=inplace) * w2[0])
+        assert kept == dtype.itemsize * ELEMENTS
 
 
 @compiles
 @every_activation
 def test_compiled(activation: Activation) -> None:
     torch.compiler.reset()
-    p, x = _parameters(), _x()
-    step = torch.compile(
-        lambda x: F.linear(_fused(activation)(x, p["w1"], p["b1"]), p["w2"]), fullgraph=True, backend="aot_eager"
-    )
+    x, w, b, w2, _ = _tensors()
+    step = torch.compile(lambda x: F.linear(_fused(activation)(x, w, b), w2), fullgraph=True, backend="aot_eager")
     step(x)
     assert saved_bytes(step, x, exclude=x) == 4 * ELEMENTS
 
 
 @compiles
-@every_dtype
-def test_compiled_by_inductor(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "autocast"),
+    [(torch.float32, False), (torch.bfloat16, False), (torch.float16, False), (torch.float32, True)],
+)
+def test_compiled_by_inductor(dtype: torch.dtype, autocast: bool) -> None:
     # One graph with a block per activation: compiling one by one would take minutes.
     torch.compiler.reset()
-    p, x = _parameters(dtype), _x(dtype)
-
-    def step(x: Tensor) -> list[Tensor]:
-        return [F.linear(_fused(a)(x, p["w1"], p["b1"]), p["w2"]) for a in OUTPUT_ONLY]
-
-    compiled = torch.compile(step, fullgraph=True)
-    compiled(x)
-    assert saved_bytes(compiled, x, exclude=x) == len(OUTPUT_ONLY) * dtype.itemsize * ELEMENTS
-
-
-@compiles
-def test_compiled_under_autocast() -> None:
-    torch.compiler.reset()
-    p, x = _parameters(), _x()
+    x, w, b, w2, _ = _tensors(dtype)
+    activations = FOLDED if autocast else OUTPUT_ONLY
 
     @torch.compile(fullgraph=True)
     def step(x: Tensor) -> list[Tensor]:
-        with torch.autocast("cpu", torch.bfloat16):
-            return [F.linear(_fused(a)(x, p["w1"], p["b1"]), p["w2"]) for a in FOLDED]
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            return [F.linear(_fused(a)(x, w, b), w2) for a in activations]
 
     step(x)
-    copies = 2 * (ROWS * IN + HIDDEN * IN)
-    assert saved_bytes(step, x) == len(FOLDED) * 2 * ELEMENTS + copies
+    copies = 2 * (ROWS * IN + HIDDEN * IN) if autocast else 0
+    size = 2 if autocast else dtype.itemsize
+    assert saved_bytes(step, x, exclude=x) == len(activations) * size * ELEMENTS + copies
 
 
-# --- other neighbours: never more than eager --------------------------------------------------------------------------
-
-
-def _dropout(h: Tensor, p: dict[str, Tensor], x: Tensor) -> Tensor:
+#: What follows h = act(x w^T + b): function of h, x, w2 and v.
+NEIGHBOURS: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     # F.dropout keeps a float mask on CPUs; this is what it calls on GPUs.
-    return F.linear(torch.native_dropout(h, 0.1, True)[0], p["w2"])
-
-
-def _residual(h: Tensor, p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return F.linear(h + F.linear(x, p["v"]), p["w2"])
-
-
-def _frozen_next(h: Tensor, p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return F.linear(h, p["w2"].detach())
-
-
-def _gate(h: Tensor, p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return F.linear(h * F.linear(x, p["v"]), p["w2"])
-
-
-def _alone(h: Tensor, p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return h.sum()
-
-
-def _norm(h: Tensor, p: dict[str, Tensor], x: Tensor) -> Tensor:
-    return F.layer_norm(h, (HIDDEN,))
-
-
-NEIGHBOURS = {f.__name__[1:]: f for f in (_dropout, _residual, _frozen_next, _gate, _alone, _norm)}
+    "dropout": lambda h, x, w2, v: F.linear(torch.native_dropout(h, 0.1, True)[0], w2),
+    "residual": lambda h, x, w2, v: F.linear(h + F.linear(x, v), w2),
+    "frozen_next": lambda h, x, w2, v: F.linear(h, w2.detach()),
+    "gate": lambda h, x, w2, v: F.linear(h * F.linear(x, v), w2),
+    "alone": lambda h, x, w2, v: h.sum(),
+    "norm": lambda h, x, w2, v: F.layer_norm(h, (HIDDEN,)),
+}
 
 
 def _per_element(layer: Layer, neighbour: str, dtype: torch.dtype = torch.float32) -> float:
-    p, x = _parameters(dtype), _x(dtype)
+    x, w, b, w2, v = _tensors(dtype)
     following = NEIGHBOURS[neighbour]
-    kept = [x, p["w2"]]  # what lives anyway
-    saved = saved_bytes(lambda x: following(layer(x, p["w1"], p["b1"]), p, x), x, exclude=kept)
+    saved = saved_bytes(lambda x: following(layer(x, w, b), x, w2, v), x, exclude=[x, w2])  # what lives anyway
     return round(saved / ELEMENTS, 1)
 
 
@@ -160,80 +123,47 @@ def test_gelu_in_its_neighbourhoods(neighbour: str, eager: int, fused: int) -> N
     assert _per_element(_fused("gelu"), neighbour) == fused
 
 
-# --- only what a needed gradient needs --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("save", ["auto", "output", "input"])
+@pytest.mark.parametrize("save", ["auto", "output", "input", "recompute"])
 @pytest.mark.parametrize("frozen", ["nothing", "w", "x", "w and b", "b", "x and w"])
 def test_only_what_a_needed_gradient_needs(save: str, frozen: str) -> None:
-    torch.manual_seed(0)
-    x, w, b = (torch.randn(s) * 1 for s in ((ROWS, IN), (HIDDEN, IN), (HIDDEN,)))
+    tensors = dict(zip("xwb", (t.detach() * 1 for t in _tensors()), strict=False))
     needed = [name for name in "xwb" if name not in frozen.split()]
-    # Not leaves, so that each counts where it is kept.
-    tensors = {"x": x, "w": w, "b": b}
-    for name in needed:
+    for name in needed:  # no leaves, so that each counts where it is kept
         tensors[name] = tensors[name].requires_grad_() * 1
-    # A bias that is a leaf is alive anyway, and costs nothing to keep.
-    saved = saved_bytes(lambda: fl.dense_bias_act(*tensors.values(), "gelu", save=save), exclude=b)
-    expected = x.nbytes * ("w" in needed) + w.nbytes * ("x" in needed) + 4 * ELEMENTS
-    assert saved == expected
+    x, w, b = tensors.values()
+    # A bias is small, and where it is a leaf it is alive anyway.
+    saved = saved_bytes(lambda: fl.dense_bias_act(x, w, b, "gelu", save=save), exclude=b)
+    if save == "recompute":
+        assert saved == x.nbytes + w.nbytes
+    else:
+        assert saved == x.nbytes * ("w" in needed) + w.nbytes * ("x" in needed) + 4 * ELEMENTS
 
 
-def test_recompute_keeps_the_layers_own_input_only() -> None:
-    p, x = _parameters(), _x()
-    layer = _fused("gelu", "recompute")
-    assert saved_bytes(lambda x: layer(x, p["w1"], p["b1"]), x, exclude=x) == 0
-    assert saved_bytes(lambda x: layer(x, p["w1"], p["b1"]), x) == x.nbytes
-    # With a layer behind, y is that layer's.
-    assert saved_bytes(lambda x: F.linear(layer(x, p["w1"], p["b1"]), p["w2"]), x, exclude=x) == 4 * ELEMENTS
+def test_what_the_next_layer_keeps_besides() -> None:
+    x, w, b, w2, _ = _tensors()
+    for save, kept in (("input", 8), ("recompute", 4), ("output", 4)):
+        layer = _fused("gelu", save)
+        assert saved_bytes(lambda x, f=layer: F.linear(f(x, w, b), w2), x, exclude=x) == kept * ELEMENTS
 
 
-def test_input_keeps_the_input_and_the_next_layer_the_output() -> None:
-    p, x = _parameters(), _x()
-    layer = _fused("gelu", "input")
-    assert saved_bytes(lambda x: layer(x, p["w1"], p["b1"]), x, exclude=x) == 4 * ELEMENTS
-    assert saved_bytes(lambda x: F.linear(layer(x, p["w1"], p["b1"]), p["w2"]), x, exclude=x) == 8 * ELEMENTS
-
-
-@every_activation
-@every_dtype
-def test_bias_act_keeps_one_buffer(activation: Activation, dtype: torch.dtype) -> None:
-    z = torch.randn(ROWS, HIDDEN).to(dtype).requires_grad_()
-    b = torch.randn(HIDDEN).to(dtype).requires_grad_()
-    w = torch.randn(HIDDEN).to(dtype).requires_grad_()
-    assert saved_bytes(lambda: fl.bias_act(z * 1, b, activation) * w) == dtype.itemsize * ELEMENTS
-    assert saved_bytes(lambda: fl.bias_act(z * 1, b, activation, inplace=True) * w) == dtype.itemsize * ELEMENTS
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, None])
 @every_activation
 def test_nothing_is_kept_without_gradients(activation: Activation, mode: Any) -> None:
-    p, x = _parameters(), _x()
-    layer = fl.FusedDenseAct(IN, HIDDEN, activation)
-    with mode():
-        assert saved_bytes(lambda: _fused(activation)(x, p["w1"], p["b1"])) == 0
-        assert saved_bytes(layer, x) == 0
-        assert layer(x).grad_fn is None
-    for q in layer.parameters():
-        q.requires_grad_(False)
-    assert saved_bytes(layer, x) == 0
-    assert layer(x).grad_fn is None
+    layer, x = fl.FusedDenseAct(IN, HIDDEN, activation).requires_grad_(mode is not None), _tensors()[0]
+    with mode() if mode is not None else torch.enable_grad():
+        assert saved_bytes(layer, x) == 0 and layer(x).grad_fn is None
 
 
 def test_nothing_hangs_on_the_graph_after_backward() -> None:
-    p, x = _parameters(), _x()
-    y = _fused("gelu")(x, p["w1"], p["b1"])
+    x, w, b, w2, _ = _tensors()
+    y = _fused("gelu")(x, w, b)
     storage = torch.UntypedStorage._weak_ref(y.untyped_storage())  # type: ignore[attr-defined]
-    loss = F.linear(y, p["w2"]).sum()
+    loss = F.linear(y, w2).sum()
     del y
     loss.backward()
-    assert torch.UntypedStorage._expired(storage) or loss.grad_fn is not None
     del loss
     assert torch.UntypedStorage._expired(storage)  # type: ignore[attr-defined]
     torch.UntypedStorage._free_weak_ref(storage)  # type: ignore[attr-defined]
-
-
-# --- the peak ---------------------------------------------------------------------------------------------------------
 
 
 def _peak(layer: Layer, dtype: torch.dtype = torch.float32) -> float:

@@ -37,9 +37,6 @@ class Matmul:
         """Of z."""
         return *x.shape[:-1], w.shape[0]
 
-    def without_tensors(self) -> Matmul:
-        return self
-
     def returns_view(self, x: Tensor) -> bool:
         """Whether z is a view of the result."""
         return x.dim() != 2
@@ -108,9 +105,6 @@ class Convolution(NamedTuple):
         found: list[Tensor | None] = torch.ops.aten.convolution_backward(dz, x, w, (w.shape[0],), *sizes, needs)
         return found
 
-    def without_tensors(self) -> Convolution:
-        return self
-
     def returns_view(self, x: Tensor) -> bool:
         """Whether z is a view of the result."""
         return x.dim() != len(self.stride) + 2
@@ -133,9 +127,6 @@ class Pointwise(NamedTuple):
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
         return x if b is None else x + along(b, self.dim, x.dim())
-
-    def without_tensors(self) -> Pointwise:
-        return self
 
     def returns_view(self, x: Tensor) -> bool:
         return False

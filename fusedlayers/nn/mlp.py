@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from ..activations import DTYPES, Activation, must_call_reason, resolve
-from ..block_plan import describe_block
-from ..execute import after_activation
+from ..block_call import after_activation
 from ..functional import bias_act, gated_mlp, mlp
 from ..ops.mlp_forward import BlockOptions
+from ..plan import describe_block
 from ..validation import check_block_options, check_features
 from .base import WithActivation
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .buffer_reuse import saved_under_hooks
+from .._torch import saved_tensors_hooks_on_top
 
 
 def shared_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -23,6 +23,6 @@ def shared_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         return tensor.to(dtype)
     nothing = torch.empty(tensor.shape[1], 0, dtype=dtype, device=tensor.device, requires_grad=True)
     # Saved-tensor hooks, a checkpoint's for one, would replace the cast.
-    with saved_tensors_hooks(lambda t: t, lambda t: t) if saved_under_hooks() else nullcontext():
+    with saved_tensors_hooks(lambda t: t, lambda t: t) if saved_tensors_hooks_on_top(True) else nullcontext():
         cast = getattr(torch.mm(tensor, nothing).grad_fn, "_saved_self", None)
     return cast if cast is not None and cast.dtype is dtype else tensor.to(dtype)

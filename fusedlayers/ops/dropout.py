@@ -21,10 +21,10 @@ from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense, laid_out_as
 from ..utils.profile_ranges import profile_range
 from ..utils.storages import is_plain
-from .buffer_reuse import is_ours_alone, saved_under_hooks
-from .edits import expected_from_hooks, saved_tensors
-from .place import InputPlace, differentiable
-from .pointwise import SlopeOfInput, needs_composite
+from .buffer_reuse import take
+from .edits import expected_from_hooks, saved_output
+from .pointwise import place_of
+from .second_derivatives import SavedOutput, needs_composite
 
 
 class Mask(NamedTuple):
@@ -75,11 +75,11 @@ class Dropout(Node):
 @profile_range(lambda z, activation, *_: f"{activation.name}_dropout")
 def act_dropout(z: Tensor, activation: Activation, p: float, backend: Backend, overwrites: bool) -> Tensor:
     """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite."""
-    place = InputPlace.of(z)
+    place = place_of(z) if z.requires_grad else None
     dropped: Tensor = ActDropout.apply(z, activation, p, backend, overwrites)
     node: Any = dropped.grad_fn
     if node is not None:
-        node.place = place
+        node.saved = SavedOutput(activation, backend, (place,), p=p)
     return dropped
 
 
@@ -94,36 +94,20 @@ class ActDropout(Node):
         if overwrites:
             ctx.mark_dirty(z)
         ctx.save_for_backward(y)
-        ctx.settings = activation, p, backend, saved_under_hooks()
         ctx.expected = expected_from_hooks(y, is_dirty=overwrites)
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        activation, p, backend, hooked = ctx.settings
-        (y,) = saved_tensors(ctx, "dropout", activation)
+        activation, backend, _, _, p = ctx.saved
+        saved = [saved_output(ctx, "dropout", activation)]
         if needs_composite(dy):
-            return _differentiable(activation, p, backend, dy, y, ctx.place), None, None, None, None
-        out = y if not hooked and is_ours_alone(y) else torch.empty_like(y)
-        dz = backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, out)
-        return dz.detach() if dz is y else dz, None, None, None, None
-
-
-def _differentiable(
-    activation: Activation, p: float, backend: Backend, dy: Tensor, y: Tensor, place: InputPlace
-) -> Tensor:
-    if not (torch.is_grad_enabled() and activation.is_fitted):
-        gradient = functools.partial(_gradient, activation, p, backend)
-        return differentiable(gradient, dy, y, place.holding(y.detach(), -1))
-    slope = SlopeOfInput(activation, backend, place, kept=1 - p).from_output(y)
-    return (upcast(dy) * torch.where(reference.is_kept(y), slope * (1 / (1 - p)), 0.0)).to(dy.dtype)
-
-
-def _gradient(activation: Activation, p: float, backend: Backend, dy: Tensor, y: Tensor) -> Tensor:
-    if not needs_composite(dy):
-        return backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, torch.empty_like(y))
-    return reference.gradient_of_marked(activation, upcast(dy), upcast(y), y.dtype, 1 - p).to(y.dtype)
+            return ctx.saved.differentiable(dy, saved[0]), None, None, None, None
+        (may_overwrite,) = take(ctx, saved)
+        (y,) = saved
+        out = y if may_overwrite else torch.empty_like(y)
+        return backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, out), None, None, None, None
 
 
 def has_torchs_mask(x: Tensor, p: float) -> bool:

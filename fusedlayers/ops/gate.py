@@ -16,8 +16,8 @@ from ..activations import Activation
 from ..backends import Backend
 from ..utils.layout import is_dense
 from ..utils.profile_ranges import profile_range, range_name
-from .buffer_reuse import graph_is_given_up, is_held_once
-from .pointwise import apart, gradients_through, needs_composite
+from .buffer_reuse import take
+from .second_derivatives import gradients_through, needs_composite
 
 
 @profile_range(lambda activation, *_: range_name("gate", activation.name))
@@ -52,17 +52,14 @@ class GateAct(Node):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
-        gate, up = ctx.saved_tensors
+        saved = list(ctx.saved_tensors)
         if needs_composite(dy):
-            with torch.enable_grad():
-                sources = apart(gate, up)
-                y = ctx.activation.plain(sources[0]) * sources[1]
-                return None, None, *gradients_through(y, dy, sources, ctx.needs_input_grad[2:4]), None
-        given_up = graph_is_given_up()
-        if given_up:
-            ctx.maybe_clear_saved_tensors()
-        gate, up = gate.detach(), up.detach()  # whoever holds a tensor itself is then a user of its storage
-        own = tuple(t if given_up and is_held_once(t) else torch.empty_like(t) for t in (gate, up))
+            plain = ctx.activation.plain
+            found = gradients_through(lambda gate, up: plain(gate) * up, saved, ctx.needs_input_grad[2:4], dy)
+            return None, None, *found, None
+        may_overwrite = take(ctx, saved)
+        own = tuple(t if may else torch.empty_like(t) for t, may in zip(saved, may_overwrite, strict=True))
+        gate, up = saved
         if dy.stride() != gate.stride():
             dy = torch.empty_like(gate).copy_(dy)
         ctx.backend.gate_gradient(dy, gate, up, ctx.activation, (), (), own)

@@ -22,13 +22,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import validation
 from .._torch import Node
 from ..backends import GradientRequest
 from ..utils.layout import operand_along
-from .buffer_reuse import graph_is_given_up, is_held_once
-from .linear import add_linear, linear
-from .mlp_forward import Block, Linear, run, unpacked
-from .pointwise import apart, needs_composite
+from .buffer_reuse import take
+from .mlp_forward import Block, Linear, linear, run, unpacked
+from .second_derivatives import gradients_through, needs_composite
 
 
 class MLP(Node):
@@ -49,16 +49,9 @@ class MLP(Node):
             layers = unpacked(layers)
         out, saved = run(block, x, layers, last, operands)
         needs_x, recomputes = ctx.needs_input_grad[2], block.saved == "recompute"
-        needs_hidden = needs_x or any(ctx.needs_input_grad[5:])
         nothing = (None,) * count
-        ctx.save_for_backward(
-            x,
-            w if needs_hidden else None,
-            *(weights if needs_x or recomputes else nothing),
-            *(biases if recomputes else nothing),
-            *operands,
-            *saved,
-        )
+        given = (weights if needs_x or recomputes else nothing) + (biases if recomputes else nothing)
+        ctx.save_for_backward(x, w, *given, *operands, *saved)
         ctx.held = (nothing if needs_x or recomputes else weights) + (nothing if recomputes else biases)
         ctx.versions = [None if t is None else t._version for t in ctx.held]
         ctx.block, ctx.count = block, count
@@ -75,37 +68,19 @@ class MLP(Node):
         with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
             if needs_composite(dy):
                 if ctx.versions != [None if t is None else t._version for t in ctx.held]:
-                    raise RuntimeError(
-                        f"{'gated_mlp' if block.is_gated else 'mlp'}: a weight or bias was edited in place between "
-                        "forward and backward, which a second derivative cannot be taken after; edit it after backward"
-                    )
+                    raise validation.weight_was_edited("gated_mlp" if block.is_gated else "mlp")
                 both = zip((*weights, *biases), ctx.held, strict=True)
-                linear = [held if t is None else t for t, held in both]
-                with torch.enable_grad():
-                    own: Any = apart(x, *linear, *operands)
-                    own_x, (weights, biases, operands) = own[0], _split(own[1:], count)
-                    parts = [F.linear(own_x, *layer) for layer in block.unpacked(_layers(weights, biases))]
-                wanted = [needs.x, *needs.weights, *needs.biases, *needs.operands]
-                dw, db, dx, *others = _differentiable(block, dy, parts, w, operands, needs, own, wanted)
-                found = [dx, dw, db, *others]
+                first = [held if t is None else t for t, held in both]
+                found = _differentiable(block, dy, x, w, first, operands, needs)
             else:
                 layers = block.unpacked(_layers(weights, biases))
                 del saved
-                _take_ownership(ctx, hidden)
+                # What is not this node's own is copied: a second backward pass will read it, or somebody else.
+                dense = torch.contiguous_format
+                for i, may in enumerate(take(ctx, hidden)):
+                    hidden[i] = hidden[i].contiguous() if may else hidden[i].clone(memory_format=dense)
                 found = _gradients(block, dy, x, layers, w, operands, hidden, needs)
         return None, None, *found
-
-
-def _take_ownership(ctx: Any, kept: list[Tensor]) -> None:
-    """Take ownership of the saved buffers, in place in the list: drop the node's references, and clone any buffer that
-    is shared, that came from a hook, or that a second backward pass will read."""
-    given_up = graph_is_given_up()
-    if given_up:
-        ctx.maybe_clear_saved_tensors()
-    for i in range(len(kept)):
-        kept[i] = kept[i].detach()  # whoever holds the tensor itself, be it in Python, is then a user of its storage
-        ours = given_up and is_held_once(kept[i])
-        kept[i] = kept[i].contiguous() if ours else kept[i].clone(memory_format=torch.contiguous_format)
 
 
 class NeededGradients(NamedTuple):
@@ -134,7 +109,7 @@ def _gradients(
     dy: Tensor,
     x: Tensor,
     layers: Sequence[Linear],
-    w: Tensor | None,
+    w: Tensor,
     operands: Sequence[Tensor],
     saved: list[Tensor],
     needs: NeededGradients,
@@ -171,7 +146,7 @@ class _Totals:
     def __init__(
         self,
         block: Block,
-        w: Tensor | None,
+        w: Tensor,
         layers: Sequence[Linear],
         operands: Sequence[Tensor],
         needs: NeededGradients,
@@ -199,7 +174,7 @@ class _Totals:
         block = self.block
         if self.needs.w and not block.is_whole:
             self.of_w.add_product(dy, block.hidden(parts, self.operands, first, overwrite=False))
-        if self.w is not None:  # else nothing that is hidden needs a gradient
+        if self.needs.hidden:
             of_hidden = dy @ self.w
             db, shares = block.gradients(of_hidden, parts, self.operands, self.wanted, first)
             if db is not None and self.of_biases[0] is not None:
@@ -221,7 +196,7 @@ class _Totals:
             if of_bias is not None and not self.adds_bias:
                 of_bias.add(of_part.sum(0))
             if dx is not None:
-                add_linear(dx, of_part, w.t())
+                torch.addmm(dx, of_part, w, out=dx)
             elif self.needs.x:
                 dx = linear(of_part, w.t(), None, out=out)
         return dx
@@ -300,33 +275,30 @@ class _Sum:
         return total if self.out is None or total is self.out else self.out.copy_(total)
 
 
-def _composite(block: Block, parts: Sequence[Tensor], operands: Sequence[Tensor]) -> Tensor:
-    """The last layer's input, from the pre-activations, in operations that autograd can differentiate."""
-    first, *others = parts
-    along = [operand_along(p, -1, 2) for p in operands]
-    activated = block.activation.plain(first) if not operands else block.activation.function(first, *along)
-    hidden = functools.reduce(torch.mul, others, activated)
-    return hidden if block.dropout is None else block.dropout.apply(hidden)
-
-
 def _differentiable(
     block: Block,
     dy: Tensor,
-    parts: Sequence[Tensor],
+    x: Tensor,
     w: Tensor,
+    first: Sequence[Tensor | None],
     operands: Sequence[Tensor],
     needs: NeededGradients,
-    sources: Sequence[Tensor],
-    wanted: Sequence[bool],
 ) -> list[Tensor | None]:
-    """The gradients of the last weight and bias, and of the ``sources`` of the pre-activations, in operations that
-    autograd can differentiate again."""
-    with torch.enable_grad():
-        hidden = _composite(block, parts, operands)
-        asked = [t for t, need in zip(sources, wanted, strict=True) if need]
-        found = iter(torch.autograd.grad(hidden, asked, dy @ w, create_graph=True) if asked else ())
-        dw, db = dy.t() @ hidden if needs.w else None, dy.sum(0) if needs.b else None
-    return [dw, db, *(next(found) if need else None for need in wanted)]
+    """The gradients of x, w, b, of the first weights and biases, and of the operands, in operations that autograd can
+    differentiate again."""
+    count = len(needs.weights)
+
+    def without_bias(x: Tensor, w: Tensor, *tensors: Any) -> Tensor:
+        weights, biases, operands = _split(tensors, count)
+        parts = [F.linear(x, *layer) for layer in block.unpacked(_layers(weights, biases))]
+        along = [operand_along(p, -1, 2) for p in operands]
+        activated = block.activation.function(parts[0], *along) if along else block.activation.plain(parts[0])
+        hidden = functools.reduce(torch.mul, parts[1:], activated)
+        return F.linear(hidden if block.dropout is None else block.dropout.apply(hidden), w)
+
+    wanted = needs.x, needs.w, *needs.weights, *needs.biases, *needs.operands
+    dx, dw, *others = gradients_through(without_bias, (x, w, *first, *operands), wanted, dy)
+    return [dx, dw, dy.sum(0) if needs.b else None, *others]
 
 
 def _layers(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Linear]:

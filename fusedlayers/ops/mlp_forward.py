@@ -12,7 +12,6 @@ from torch import Tensor
 from ..activations import Activation, Saved
 from ..backends import Backend, GradientRequest
 from ..backends import torch as reference
-from .linear import linear
 
 #: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
 LEAST_ROWS = 256
@@ -188,3 +187,10 @@ def run_last(
         hidden = block.hidden(parts, operands, rows.start, overwrite=not kept)
         of_rows = linear(hidden, *last, out=None if out is None else out[rows])
     return of_rows if out is None else out
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:
+    """``x w^T + b``, in ``out`` or in a new buffer: (rows, in), (out, in), (out,) -> (rows, out)."""
+    if out is None:
+        return F.linear(x, w, b)
+    return torch.mm(x, w.t(), out=out) if b is None else torch.addmm(b, x, w.t(), out=out)

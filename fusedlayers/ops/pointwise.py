@@ -4,8 +4,7 @@ A layer is two autograd nodes. The first is a matmul or a convolution, which mak
 gradients. The second is ``BiasAct``, which computes ``y = f(z + b)``, as a rule in place over z. f may read trainable
 tensors, its operands. By the plan, ``BiasAct`` saves one of
 
-* "output": y, which the next layer saves anyway; backward evaluates f' from it. If the plan says ``keeps_origin``, x
-  and w are saved too, at no cost, because the matmul's node saves them. Second derivatives read them;
+* "output": y, which the next layer saves anyway; backward evaluates f' from it;
 * "input": z, from which f' is exact;
 * "recompute": neither; backward recomputes z from its ``Origin``, the layer's own arguments.
 
@@ -15,29 +14,37 @@ They are two nodes and not one because dy is then freed before the matmul's grad
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from .. import _torch
-from .._torch import Node
-from ..activations import KEPT_BY_TORCH, Activation, upcast
-from ..backends import Backend, GradientRequest
-from ..backends import torch as reference
+from .._torch import Node, unsafe_view
+from ..activations import upcast
+from ..backends import GradientRequest
 from ..backends.operations import Recompute
+from ..utils.isolation import in_clean_state
 from ..utils.layout import along, operand_along, sum_along
-from .buffer_reuse import is_ours_alone
-from .edits import expected_from_hooks, saved_tensors
-from .place import InputPlace, differentiable
+from .buffer_reuse import take
+from .edits import expected_from_hooks, saved_output
+from .second_derivatives import SavedOutput, gradients_through, needs_composite
 
 if TYPE_CHECKING:
     from ..plan import Plan
 
 
-_FROM_OUTPUT = GradientRequest("output", False, False)
+def place_of(x: Tensor) -> Tensor:
+    """A tensor at x's place in the graph, without values, and without a hold on those of x. It is not to be saved by
+    ``save_for_backward``: hooks would copy it, at the size that it says it has."""
+    place = unsafe_view(x, x.shape)  # an alias that is no view of x
+    place.data = _nothing(x.dtype, x.device)
+    return place
+
+
+@functools.cache
+@in_clean_state
+def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
 
 
 class Origin(NamedTuple):
@@ -52,46 +59,29 @@ class Origin(NamedTuple):
 class BiasAct(Node):
     """``y = f(z + b + residual, *operands)``, b and operands along ``plan.dim``.
 
-    With ``plan.saved == "input"`` the caller has added b and the residual. ``origin`` is given where the
-    plan says ``keeps_origin``.
-
-    Where y is saved, and no ``origin``, the caller sets the node's ``place``, that of the activation's input in the
-    graph, as what ``InputPlace`` is made of. Second derivatives go there, unless PyTorch's operation saves y as well
-    (``passes_output``).
+    With ``plan.saved == "input"`` the caller has added b and the residual; with "recompute" ``origin`` is given; with
+    "output" the caller sets the node's ``places``, those of z, b and residual in the graph.
     """
 
     @staticmethod
     def forward(
-        ctx: Any,
-        plan: Plan,
-        z: Tensor,
-        b: Tensor | None,
-        residual: Tensor | None,
-        origin: Origin | None,
+        ctx: Any, plan: Plan, z: Tensor, b: Tensor | None, residual: Tensor | None, origin: Origin | None,
         *operands: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
+        overwrites = plan.overwrites
         y = plan.backend.bias_act(
             z, b, plan.activation, operands, residual=residual, dim=plan.dim, encode=plan.saved == "output",
-            out=z if plan.overwrites else None,
+            out=z if overwrites else None,
         )  # fmt: skip
-        if plan.overwrites:
+        if overwrites:
             ctx.mark_dirty(z)
-        if plan.saved == "recompute":
-            assert origin is not None
-            x, w, operation_b, ctx.recompute = origin
-            ctx.save_for_backward(x, w, b, operation_b, residual, *operands)
-        elif origin is None:
-            ctx.save_for_backward(y if plan.saved == "output" else z, *operands)
+        if origin is not None:
+            *tensors, ctx.recompute = origin
+            ctx.save_for_backward(*tensors, b, residual, *operands)
         else:
-            x, w, operation_b, ctx.recompute = origin
-            ctx.save_for_backward(y, x, w)
-            # Only second derivatives read the bias. It bypasses save_for_backward so that in-place edits stay legal.
-            ctx.biases = b, operation_b
-            bias = b if operation_b is None else operation_b
-            ctx.bias_version = None if bias is None else bias._version
-        ctx.plan, ctx.place, ctx.version = plan, None, None if plan.overwrites else y._version
-        is_checked = plan.is_hooked and plan.saved == "output"
-        ctx.expected = expected_from_hooks(y, is_dirty=plan.overwrites) if is_checked else None
+            ctx.save_for_backward(y if plan.saved == "output" else z, *operands)
+        ctx.plan, ctx.version = plan, None if overwrites else y._version
+        ctx.expected = expected_from_hooks(y, is_dirty=overwrites) if plan.is_hooked else None
         return y
 
     @staticmethod
@@ -108,61 +98,50 @@ class BiasAct(Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (dy,) = grads
-        plan = ctx.plan
+        (dy,), plan = grads, ctx.plan
         _, needs_z, needs_b, needs_residual, _, *needs = ctx.needs_input_grad
-        is_differentiable = needs_composite(dy)
-        given_output = plan.saved == "output"
-        saved, *operands = saved_tensors(ctx, plan.function, plan.activation) if given_output else ctx.saved_tensors
-        # y may be overwritten where nobody else holds it, and a z that is recomputed is this call's own.
-        overwrite = given_output and not plan.is_hooked and is_ours_alone(saved)
-        if plan.saved == "recompute":
-            w, b, operation_b, residual, *operands = operands
-            z = _recomputed(Origin(saved, w, operation_b, ctx.recompute), b, residual, plan.dim)
-            saved, overwrite = z, z is not saved
-        elif plan.keeps_origin:
-            # Second derivatives go through the exact z.
-            x, w = operands
-            operands = []
-            b, operation_b = ctx.biases
-            bias = b if operation_b is None else operation_b
-            has_origin = not passes_output(plan) and (bias is None or bias._version == ctx.bias_version)
-            if torch.is_grad_enabled() and has_origin:
-                saved = _recomputed(Origin(x, w, operation_b, ctx.recompute), b, None, plan.dim)
-                given_output = overwrite = False
-
-        if is_differentiable:
-            if given_output:
-                place = None if ctx.place is None or passes_output(plan) else InputPlace(*ctx.place)
-                found: list[Any] = [_differentiable_given_output(plan, dy, saved, place)]
-            else:
-                found = differentiable_gradients(dy, saved, plan.activation, operands, needs, plan.dim)
-            dz, *dp = found
-            db = sum_along(dz, plan.dim) if needs_b and dz is not None else None
+        if plan.saved == "output":
+            dz, db = _from_output(ctx, dy, needs_b)
+            dp = [None] * len(needs)
         else:
-            request = GradientRequest("output" if given_output else "input", overwrite, needs_b, tuple(needs))
-            dz, db, *dp = plan.backend.gradient(dy, saved, plan.activation, operands, request, dim=plan.dim)
-            dz = dz.detach() if dz is saved else dz  # which is a result, and knows its node
-            dp = [None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True)]
+            dz, db, *dp = _from_input(ctx, dy, needs_b, needs)
         return None, dz if needs_z else None, db, dz if needs_residual else None, None, *dp
 
 
-def passes_output(plan: Plan) -> bool:
-    """Whether second derivatives of the activation pass its output, and so the hooks on it, because PyTorch's operation
-    saves that too."""
-    activation = plan.activation
-    is_in_place = plan.overwrites and plan.function == "bias_act"
-    return activation.in_place is not None if is_in_place else activation.name in KEPT_BY_TORCH
+def _from_output(ctx: Any, dy: Tensor, needs_b: bool) -> tuple[Any, ...]:
+    """dz and db. dz is written over y where nobody else holds it."""
+    plan = ctx.plan
+    saved = [saved_output(ctx, plan.function, plan.activation)]
+    if needs_composite(dy):
+        dz = SavedOutput(plan.activation, plan.backend, ctx.places, plan.dim).differentiable(dy, saved[0])
+        return dz, sum_along(dz, plan.dim) if needs_b else None
+    (may_overwrite,) = take(ctx, saved)
+    request = GradientRequest("output", may_overwrite, needs_b)
+    found: tuple[Any, ...] = plan.backend.gradient(dy, saved[0], plan.activation, (), request, dim=plan.dim)
+    return found
 
 
-def needs_composite(dy: Tensor) -> bool:
-    """Whether backward runs plain operations, which autograd can differentiate again, and not kernels: with gradients
-    switched on, under vmap (also that of ``is_grads_batched``), and where ``make_fx`` traces or tensors are fake."""
-    if torch.is_grad_enabled() or _torch.is_legacy_batched(dy) or _torch.functorch_is_active():
-        return True
-    if not _torch.dispatch_mode_count():
-        return False
-    return any(_torch.infrastructure_mode(mode) is not None for mode in (_torch.PROXY_MODE, _torch.FAKE_MODE))
+def _from_input(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[Any]:
+    """dz, db and the gradients of the operands. dz is written over a z that is this call's own."""
+    plan, (z, *operands) = ctx.plan, ctx.saved_tensors
+    is_own = plan.saved == "recompute"
+    if is_own:
+        x = z
+        w, operation_b, b, residual, *operands = operands
+        z = _recomputed(Origin(x, w, operation_b, ctx.recompute), b, residual, plan.dim)
+        is_own = z is not x
+    if needs_composite(dy):
+
+        def function(z: Tensor, *operands: Tensor) -> Tensor:  # in float32 or wider
+            given = [operand_along(upcast(p), plan.dim, z.dim()) for p in operands]
+            y: Tensor = plan.activation.function(upcast(z), *given) if given else plan.activation.plain(upcast(z))
+            return y
+
+        dz, *dp = gradients_through(function, (z, *operands), (True, *needs), upcast(dy))
+        return [dz, sum_along(dz, plan.dim) if needs_b else None, *dp]
+    request = GradientRequest("input", is_own, needs_b, tuple(needs))
+    dz, db, *dp = plan.backend.gradient(dy, z, plan.activation, operands, request, dim=plan.dim)
+    return [dz, db, *(None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True))]
 
 
 def _recomputed(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: int) -> Tensor:
@@ -173,119 +152,3 @@ def _recomputed(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: 
         z = recompute(x, w, operation_b)
     z = z if b is None else z + along(b, dim, z.dim())
     return z if residual is None else z + residual
-
-
-def apart(*tensors: Tensor | None) -> list[Any]:
-    """Aliases of the tensors that a node reads, as sources of its gradients. One source may have been computed from
-    another, or be the same tensor: autograd would then count what passes through both twice."""
-    return [t if t is None else t.view_as(t) if t.requires_grad else t.detach().requires_grad_() for t in tensors]
-
-
-def gradients_through(
-    z: Tensor, dz: Tensor, sources: Sequence[Tensor | None], needs: Sequence[bool], *, create_graph: bool = True
-) -> list[Any]:
-    """The gradients of those sources that need one, which autograd can differentiate again."""
-    wanted = [t for t, need in zip(sources, needs, strict=True) if need and t is not None]
-    found = iter(torch.autograd.grad(z, wanted, dz, create_graph=create_graph))
-    return [next(found) if need else None for need in needs]
-
-
-def differentiable_gradients(
-    dy: Tensor,
-    z: Tensor,
-    activation: Activation,
-    operands: Sequence[Tensor],
-    needs: Sequence[bool],
-    dim: int,
-) -> list[Tensor | None]:
-    """``dy * f'`` and the gradients of the operands that need one, from z, in operations that autograd can
-    differentiate again, in float32 or wider."""
-    with torch.enable_grad():
-        z, *own = apart(upcast(z), *operands)
-        given = [operand_along(upcast(p), dim, z.dim()) for p in own if p is not None]
-        y = activation.function(z, *given) if given else activation.plain(z)
-        sources = [z, *(p for p, need in zip(own, needs, strict=True) if need)]
-        dz, *found = torch.autograd.grad(y, sources, upcast(dy), create_graph=True)
-    return [dz.to(dy.dtype), *(found.pop(0) if need else None for need in needs)]
-
-
-def _differentiable_given_output(plan: Plan, dy: Tensor, y: Tensor, place: InputPlace | None) -> Tensor:
-    if place is not None and torch.is_grad_enabled() and plan.activation.is_fitted:
-        slope = SlopeOfInput(plan.activation, plan.backend, place, plan.dim).from_output(y)
-        return (upcast(dy) * slope).to(dy.dtype)
-    there = None if place is None else place.holding(y.detach(), plan.dim)
-    return differentiable(functools.partial(_gradient_given_output, plan), dy, y, there)
-
-
-class SlopeOfInput(NamedTuple):
-    """A fitted derivative as a function of the activation's input, at its ``place``: its values are what saved outputs
-    tell, and its own derivatives those of the function at the input that they tell. A fit is not to be differentiated:
-    next to a fold its derivative errs by the root of its own error, and the next one by all of its size.
-
-    Attributes:
-        dim: along which a bias runs.
-        kept: the part of the outputs that a dropout kept, by which it divided the rest.
-    """
-
-    activation: Activation
-    backend: Backend
-    place: InputPlace
-    dim: int = -1
-    kept: float = 1.0
-
-    def from_output(self, y: Tensor) -> Tensor:
-        """f', in float32 or wider. Of it y is kept."""
-        with torch.no_grad():
-            if self._has_kernels(y):
-                request = GradientRequest("output", False, False)
-                slope, *_ = self.backend.gradient(torch.ones_like(y), y, self.activation, (), request, dim=self.dim)
-            else:
-                slope = reference.slope(self.activation, upcast(y), y.dtype, self.kept)
-        found: Tensor = _FromOutput.apply(self.place.holding(y.detach(), self.dim), slope, y.detach(), self)
-        return found
-
-    def gradient(self, y: Tensor, dslope: Tensor) -> Tensor:
-        """The input's, in operations that autograd can differentiate again."""
-        with torch.no_grad():
-            if self._has_kernels(y) and self.activation.has_inverse:
-                z = self.backend.inverse(y, self.activation, None)
-            else:
-                wide = upcast(y)
-                z = self.activation.input_given_output(wide * self.kept, y.dtype, self.activation.marked(wide, y.dtype))
-        with torch.enable_grad():
-            z = self.place.holding(z, self.dim)
-            (slope,) = differentiable_gradients(z.new_ones(()).expand(z.shape), z, self.activation, (), (), self.dim)
-        assert slope is not None
-        if not slope.requires_grad:
-            return torch.zeros_like(dslope)
-        (dz,) = torch.autograd.grad(slope, z, dslope, create_graph=torch.is_grad_enabled())
-        return dz
-
-    def _has_kernels(self, y: Tensor) -> bool:
-        """Whether a backend's kernels serve, which round to the dtype of y, and know of no dropout."""
-        return y.dtype is torch.float32 and self.kept == 1.0 and not needs_composite(y)
-
-
-class _FromOutput(Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(there: Tensor, slope: Tensor, y: Tensor, of_input: SlopeOfInput) -> Tensor:
-        return slope.view_as(slope)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, _, y, ctx.of_input = inputs
-        ctx.save_for_backward(y)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (dslope,), (y,) = grads, ctx.saved_tensors
-        return ctx.of_input.gradient(y, dslope), None, None, None
-
-
-def _gradient_given_output(plan: Plan, dy: Tensor, y: Tensor) -> Tensor:
-    if not needs_composite(dy):
-        return cast("Tensor", plan.backend.gradient(dy, y, plan.activation, (), _FROM_OUTPUT, dim=plan.dim)[0])
-    slope = plan.activation.derivative_given_output(upcast(y), y.dtype, differentiable=True)
-    return (upcast(dy) * slope).to(dy.dtype)

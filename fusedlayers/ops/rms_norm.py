@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._torch import Node
 from ..backends import Backend
 from ..backends.rms_norm import RmsNormOptions
-from .pointwise import apart, gradients_through, needs_composite
+from .second_derivatives import gradients_through, needs_composite
 
 
 class RmsNorm(Node):
@@ -45,10 +44,7 @@ class RmsNorm(Node):
         w = weights[0] if weights else None
         _, _, *needs = ctx.needs_input_grad
         if needs_composite(dy):
-            again = torch.is_grad_enabled()
-            with torch.enable_grad():
-                sources = apart(x, w)
-                return None, None, *gradients_through(ctx.options(*sources), dy, sources, needs, create_graph=again)
+            return None, None, *gradients_through(ctx.options, (x, w), needs, dy)
         dx, dw = ctx.backend.rms_norm_gradient(
             ctx.options, dy.contiguous(), x.contiguous(), w, inverse_std, needs_x=needs[0]
         )

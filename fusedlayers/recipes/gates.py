@@ -18,8 +18,9 @@ from .. import validation
 from .._torch import current_function_mode, function_mode_count
 from ..activations import Activation
 from ..backends.operations import GATE
-from ..call import needs_gradient, plan_for
+from ..call import plan_for
 from ..ops.gate import can_gate, gate_act
+from ..plan import Call, needs_gradient
 from .leaves import may_be_activation
 from .region import Region
 
@@ -73,9 +74,9 @@ def _product(gate: Tensor, y: Tensor, up: Any, activation: Activation) -> Tensor
     """None where PyTorch is to multiply y, ``activation(gate)``."""
     if type(up) is not Tensor or up.shape != gate.shape or up.dtype is not gate.dtype or not up.requires_grad:
         return None
-    if y._backward_hooks or y.retains_grad or not validation.are_usual((gate, up), ()):
+    if y._backward_hooks or y.retains_grad or not validation.are_usual(gate, up):
         return None
-    plan, _, _ = plan_for(GATE, gate, None, None, None, activation, "auto", (GATE, gate.shape))
+    plan, _ = plan_for(Call(GATE, gate, None, None, None, activation))
     if plan.path != "fused" or plan.dim != -1 or not needs_gradient(gate) or not can_gate(gate, up):
         return None
     return gate_act(activation, plan.backend, gate, up, y)

@@ -20,8 +20,8 @@ from .. import validation
 from ..activations import DTYPES, Activation
 from ..activations.lookup import activation_of_module
 from ..backends.operations import Pointwise
-from ..call import followed_by, plan_for, with_operands
-from ..execute import POINTWISE
+from ..call import execute, followed_by, plan_for, with_operands
+from ..plan import Call
 from ..sizes import is_small
 from .region import Region
 
@@ -73,7 +73,7 @@ def may_save_output(region: Region, args: Any, kwargs: Any) -> bool:
     if len(args) != 1 or kwargs or type(args[0]) is not Tensor or not args[0].requires_grad or is_small(args[0]):
         return False
     (x,) = args
-    is_ours = x.dtype in DTYPES and followed_by() is None and validation.are_usual((x,), ())
+    is_ours = x.dtype in DTYPES and followed_by() is None and validation.are_usual(x)
     return is_ours and not region.replays(x)
 
 
@@ -86,11 +86,11 @@ def activated(module: Any, x: Tensor) -> tuple[Tensor, Activation] | None:
     record = activation_of_module(module, kind) if kind in _FOLDED else _spelled_out(module)
     if record is None:
         return None
-    shapes = _ALONE, x.dim()
-    plan, traced, operands = plan_for(_ALONE, x, None, None, None, record, "auto", shapes, x.numel())
+    plan, call = plan_for(Call(_ALONE, x, None, None, None, record))
+    traced = call.activation
     if plan.path == "composite" or traced.writes_argument or not traced.is_folded:
         return None
-    return POINTWISE[plan.path](plan, _ALONE, x, None, None, None, traced, operands), traced
+    return execute(plan, call), traced
 
 
 def _spelled_out(module: nn.Module) -> Activation:
