@@ -1,12 +1,12 @@
 """``python -m bench gpu-check --out DIR``: everything that needs a GPU, for whoever has one for ten minutes.
 
-Two halves of at most nine minutes each. The first says within two minutes whether the kernels are right: the
-environment and one call of each kernel, NVIDIA's sanitizer, launches and host time, CUDA graphs, streams, threads,
-memory that runs out, then the pointwise grid. The second runs the kernels' tests, and the grids of layers.
+Two halves of at most nine minutes each. The first has the environment, whole models after ``fuse``, each activation's
+kernels, CUDA graphs, streams, threads, memory that runs out, and the cost of small calls. The second runs the kernels'
+tests, and the benchmarks of layers.
 
 Each item is a process of its own with a time limit. What it finds is appended to ``DIR/results.jsonl`` at once, so that
-whoever stops this loses only the case at hand. A kernel that fails, hangs or crashes is named there, and processes that
-start later do without it. At the end, and after each item, ``DIR/summary.md`` has a line for each.
+whoever stops this loses only the case at hand. A case that fails, hangs or crashes is named there. At the end, and
+after each item, ``DIR/summary.md`` has a line for each.
 
 With ``--fake`` a driver that launches nothing takes the GPU's place (``fake_gpu.py``): it shows that everything runs,
 and fills Triton's cache (``TRITON_CACHE_DIR``) with what the same versions of torch and Triton need on a Hopper.
@@ -25,59 +25,41 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fusedlayers.utils import progress
 
-from . import ROOT, conv, dense, gpu_items, layers, mlp, pointwise
+from . import ROOT, gpu_fuse, gpu_items
+from .layers import missed
 
-GRIDS = {
-    "pointwise": pointwise,
-    "dense": dense,
-    "mlp": mlp,
-    "conv": conv,
+#: Items of this process's own kind: name -> cases.
+ITEMS: dict[str, Callable[[], Iterable[gpu_items.Case]]] = {
+    "environment": gpu_items.environment,
+    "fuse": gpu_fuse.fuse,
+    "kernels": gpu_items.kernels,
+    "contexts": gpu_fuse.contexts,
 }
-KERNEL_TESTS = (
-    "triton",
-    "triton_operands",
-    "codegen",
-    "mlp_triton",
-    "capture",
-    "triton_dropout",
-)
+#: Items that are benchmarks; all but the first are of layers.
+MEASURED = ("overhead", "dense", "mlp", "conv")
 _GRACE_SECONDS = 5  # from the polite signal to the one that cannot be refused
 #: A case may take so long; the first of a process compiles, and starts CUDA.
 CASE_SECONDS, FIRST_CASE_SECONDS = 60.0, 120.0
-
-
-class Item(NamedTuple):
-    name: str
-    seconds: float
-
-
 #: What a half consists of, in order, with the seconds of each: a half stays below nine minutes.
 HALVES = {
-    1: (
-        Item("environment", 40),
-        Item("fuse", 190),
-        Item("kernels", 80),
-        Item("host", 40),
-        Item("contexts", 40),
-        Item("sanitizer", 60),
-        Item("pointwise", 30),
-    ),
-    2: (
-        Item("tests", 160),
-        Item("dense", 60),
-        Item("mlp", 70),
-        Item("conv", 60),
-    ),
+    1: {"environment": 20, "fuse": 190, "kernels": 60, "contexts": 60, "overhead": 80},
+    2: {"tests": 160, "dense": 60, "mlp": 70, "conv": 60},
 }
+
+
+def kernel_tests() -> list[str]:
+    """The files of tests that launch kernels on a GPU."""
+    names = sorted(path.name for path in (ROOT / "tests").glob("test_*triton*.py"))
+    return [f"tests/{name}" for name in (*names, "test_codegen.py", "test_capture.py")]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -92,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     if options.item:
-        return gpu_items.run_item(options.item, json.loads(options.done))
+        return gpu_items.run_item(options.item, ITEMS[options.item](), json.loads(options.done))
     if not (options.fake or torch.cuda.is_available()):
         print(
             "bench gpu-check: no CUDA device is available to torch "
@@ -100,46 +82,42 @@ def main(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    items = [item for half, items in HALVES.items() if options.half in (None, half) for item in items]
-    names = {item.name for item in items}
-    unknown = sorted(set(options.only or ()) - names)
+    items = {name: s for half, items in HALVES.items() if options.half in (None, half) for name, s in items.items()}
+    unknown = sorted(set(options.only or ()) - items.keys())
     if unknown:
-        print(f"bench gpu-check: there is no item {unknown[0]!r}; there are {sorted(names)}", file=sys.stderr)
+        print(f"bench gpu-check: there is no item {unknown[0]!r}; there are {sorted(items)}", file=sys.stderr)
         return 2
-    check = Check(options.out.resolve(), options.fake, options.scale)
-    todo = [item for item in items if not options.only or item.name in options.only]
-    seconds = [*accumulate((item.seconds for item in todo), initial=0.0)]
+    check = Check(options.out.resolve(), options.fake)
+    todo = {name: s * options.scale for name, s in items.items() if not options.only or name in options.only}
+    done = [*accumulate(todo.values(), initial=0.0)]
     with progress.shown() as on_stage:
-        for item, done in zip(todo, seconds, strict=False):
-            on_stage(item.name, done / seconds[-1])
-            check.run(item)
+        for (name, seconds), before in zip(todo.items(), done, strict=False):
+            on_stage(name, before / done[-1])
+            check.run(name, seconds)
     print((check.out / "summary.md").read_text(encoding="utf-8"))
     return 0 if check.passed else 1
 
 
 class Check:
-    """A run: its folder, what it has found, and the kernels that are not used any more."""
+    """A run: its folder, and what it has found."""
 
-    def __init__(self, out: Path, fake: bool, scale: float) -> None:
-        self.out, self.fake, self.scale = out, fake, scale
+    def __init__(self, out: Path, fake: bool) -> None:
+        self.out, self.fake = out, fake
         self.lines: list[dict[str, Any]] = []
-        self.denied: list[str] = []
         out.mkdir(parents=True, exist_ok=True)
-        names = ("results.jsonl", "summary.md", "log.txt", *(f"{grid}.json" for grid in GRIDS))
-        for name in names:
+        for name in ("results.jsonl", "summary.md", "log.txt", *(f"{name}.json" for name in MEASURED)):
             (out / name).unlink(missing_ok=True)  # an old file must not pass for a result of this run
 
     @property
     def passed(self) -> bool:
         return all(line["state"] in ("passed", "ended") for line in self.lines)
 
-    def run(self, item: Item) -> None:
-        seconds = item.seconds * self.scale
-        print(f"{item.name}: at most {seconds:.0f} s ...", flush=True)
-        if item.name == "fuse" or item.name in gpu_items.ITEMS:
-            self._run_cases(item.name, seconds)
+    def run(self, name: str, seconds: float) -> None:
+        print(f"{name}: at most {seconds:.0f} s ...", flush=True)
+        if name in ITEMS:
+            self._run_cases(name, seconds)
         else:
-            self._run_command(item.name, seconds)
+            self._run_command(name, seconds)
         (self.out / "summary.md").write_text(self.summary(), encoding="utf-8")
 
     def note(self, **line: Any) -> None:
@@ -149,9 +127,6 @@ class Check:
             file.write(json.dumps(line) + "\n")
             file.flush()
             os.fsync(file.fileno())
-        kernel = line.get("kernel")
-        if kernel and line["state"] not in ("passed", "ended") and kernel not in self.denied and not self.fake:
-            self.denied.append(kernel)
 
     def _run_cases(self, name: str, seconds: float) -> None:
         """The cases of an item, in a process that is started again after a case that hangs or crashes."""
@@ -160,15 +135,15 @@ class Check:
         while True:
             command = [sys.executable, "-m", "bench", "gpu-check", "--out", str(self.out)]
             command += ["--item", name, "--done", json.dumps(done)]
-            begun: dict[str, Any] | None = None
+            begun: str | None = None
             with _process(command, self._environment(), self.out / "log.txt", subprocess.PIPE) as process:
                 for line in _lines(process, end):
-                    begun = line if line["state"] == "begins" else None
+                    begun = line["case"] if line["state"] == "begins" else None
                     if begun is None:
                         done.append(line["case"])
                         self.note(**line)
             if time.monotonic() >= end:
-                self.note(item=name, state="cut", error="the item's time is up", **_about(begun))
+                self.note(item=name, state="cut", error="the item's time is up", case=begun or "")
                 return
             if process.returncode in (0, 1):
                 return
@@ -176,15 +151,15 @@ class Check:
                 self.note(item=name, state="crashed", error=f"exit code {process.returncode}; see log.txt")
                 return
             how = "hung" if process.returncode == -signal.SIGKILL else f"crashed, exit code {process.returncode}"
-            self.note(item=name, state="crashed", error=how, **_about(begun))
-            done.append(begun["case"])
+            self.note(item=name, state="crashed", error=how, case=begun)
+            done.append(begun)
 
     def _run_command(self, name: str, seconds: float) -> None:
         start = time.monotonic()
         with _process(self._command(name, seconds), self._environment(), self.out / "log.txt", None) as process:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                # A grid stops by itself at its budget; some seconds more are for the case at hand.
-                process.wait(seconds + (0 if name == "tests" else 15) * self.scale)
+                # A benchmark stops by itself at its budget; some seconds more are for the case at hand.
+                process.wait(seconds + (0 if name == "tests" else 15))
             was_stopped = process.poll() is None
             if was_stopped:
                 process.send_signal(signal.SIGINT)  # pytest then still says what it has seen
@@ -198,8 +173,7 @@ class Check:
         if name == "tests":
             processes = max(2, min(12, (os.cpu_count() or 2) - 4))
             parallel = ["-n", str(processes)] if importlib.util.find_spec("xdist") else []
-            files = [f"tests/test_{subject}.py" for subject in KERNEL_TESTS]
-            collect, files = (["--collect-only"], files[:1]) if self.fake else ([], files)
+            collect, files = (["--collect-only"], kernel_tests()[:1]) if self.fake else ([], kernel_tests())
             # Not the options of pyproject.toml, some of which are plug-ins'; nor a plug-in that warns of processes.
             plain = ["-o", "addopts=", "-q", "-rfE", "--tb=short", "-p", "no:cacheprovider", "-p", "no:benchmark"]
             return [sys.executable, "-m", "pytest", *plain, *parallel, *collect, *files]
@@ -210,8 +184,8 @@ class Check:
     def _environment(self) -> dict[str, str]:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-        environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", gpu_items.DENIED: ";".join(self.denied)}
-        return environment | ({gpu_items.FAKE: "1"} if self.fake else {})
+        environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        return environment | {gpu_items.GPU: "fake" if self.fake else "real"}
 
     def summary(self) -> str:
         """What came of it, on one page: each item, everything that did not pass, every target met or missed."""
@@ -227,36 +201,20 @@ class Check:
         bad = [line for line in self.lines if line["state"] not in ("passed", "ended")]
         lines += ["", "## What did not pass", ""] if bad else []
         lines += [f"- {line['item']} {line.get('case', '')}: {line['state']}: {line.get('error', '')}" for line in bad]
-        lines += [f"- not used any more: {', '.join(self.denied)}"] if self.denied else []
-        lines += [line for grid in GRIDS for line in self._acceptance(grid)]
+        lines += [line for name in MEASURED[1:] for line in self._missed(name)]
         log = self.out / "log.txt"
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:] if log.exists() else []
         return "\n".join([*lines, "", "## The log's end", "", "```", *tail, "```", ""])
 
-    def _acceptance(self, grid: str) -> Iterator[str]:
-        path = self.out / f"{grid}.json"
+    def _missed(self, name: str) -> Iterator[str]:
+        """Where layers save more than eager PyTorch, or are slower."""
+        path = self.out / f"{name}.json"
         if self.fake or not path.exists():
             return
         result = json.loads(path.read_text(encoding="utf-8"))
-        yield from ("", f"## {grid}", "")
+        yield from ("", f"## {name}", "")
         yield f"{len(result['cases'])} cases measured, {len(result['not_run'])} not reached in time"
-        yield from (f"- {line}" for line in GRIDS[grid].acceptance(result))
-        if grid in ("dense", "mlp", "conv"):
-            yield from slower_than_eager(result)
-
-
-def slower_than_eager(result: dict[str, Any]) -> Iterator[str]:
-    """The grids' promise is "never slower"; a lower quartile above 1 is what noise does not explain."""
-    for row, ours in layers.rows_of(result):
-        if "error" in ours:
-            yield f"- {row['id']}: MISSED: {ours['error']}"
-        for mode in ("forward", "forward_backward"):
-            if row["group"] == "model" and mode in ours and ours[mode]["ratio_q1"] > 1:
-                yield f"- {row['id']} {mode}: {ours[mode]['ratio']:.3f}x eager: MISSED (never slower)"
-
-
-def _about(begun: dict[str, Any] | None) -> dict[str, Any]:
-    return {} if begun is None else {"case": begun["case"], "kernel": begun["kernel"]}
+        yield from (f"- MISSED: {finding}" for finding in missed(result))
 
 
 @contextlib.contextmanager

@@ -1,339 +1,282 @@
-"""A layer with an activation behind it, eager, by torch.compile and by this library: what the grids of layers share.
+"""``python -m bench dense``, ``mlp``, ``conv``: layers and blocks, eager and by this library.
 
-Times are of the layer alone, forward and forward+backward (all three gradients), in training mode. Bytes are of the
-layer with a second one behind it, because what must be kept depends on who reads the output: eager GELU keeps its
-input, and the next layer keeps GELU's output too.
+Times are of the layer alone, forward and forward+backward (all gradients), in training mode. Bytes are of the layer
+with a second one behind it, because what must be saved depends on who reads the output: eager GELU saves its input, and
+the next layer saves GELU's output too. An MLP block is whole by itself; beside it are its bare matmuls. ``peers`` and
+``models`` have the compiler's figures.
 """
 
-import argparse
-import gc
-import re
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
 
-from fusedlayers.memory import peak_bytes, saved_bytes
+import fusedlayers as fl
 
-from . import RESULTS, grid, machine, measure
+from . import measure, reference, shapes
+from .grid import Benchmark
+from .measure import Setting, Variant
 
-BASELINE, COMPILE, OURS = VARIANTS = ("eager", "compile", "fusedlayers")
-#: A guess at the seconds that compiling takes for the first case.
-_COMPILE_SECONDS = 5.0
+EAGER, OURS, RECOMPUTE = "eager", "fusedlayers", "recompute"
+#: It computes something else: what a block cannot be faster than.
+YARDSTICK = "matmuls"
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu, "silu": F.silu, "relu": F.relu, "tanh": torch.tanh, "hardswish": F.hardswish, "relu6": F.relu6,
+}  # fmt: skip
+DEFINITIONS = {
+    "time": "microseconds of the layer alone in training mode: median and quartiles over interleaved rounds; "
+    "as in a network, nobody but the layer holds its output during the backward pass",
+    "ratio": "median over rounds of time / eager's time in the same round, with quartiles",
+    "saved_bytes": "kept for the backward pass by the layer and a second one behind it (a Linear, a 1x1 convolution), "
+    "or by the block, without input and parameters",
+    "peak_bytes": "allocated at the worst moment of forward+backward of the same, gradients included",
+}
+#: How far a variant may be from eager (norm of the difference over the norm) and still be worth timing. It is no test
+#: of accuracy; rounding differs between variants by about the dtype's epsilon.
+SAME = {"float32": 1e-2, "bfloat16": 1e-1, "float16": 1e-2}
 
-# How far a variant may be from eager (norm of the difference over the norm) and still be worth timing. It is no test of
-# accuracy; rounding differs between variants by about the dtype's epsilon, and torch sums a layer norm's gradients of
-# its weights in bfloat16: there they err by 4e-2 (2048 x 768).
-_SAME = {"float32": 1e-2, "bfloat16": 1e-1, "float16": 1e-2}
-
-Operands = tuple[Tensor, tuple[Tensor, ...], Tensor]  # x, parameters, the gradient that comes from above
-Function = Callable[..., Tensor]
+Call = Callable[..., Tensor]
 
 
-class Named(Protocol):
-    @property
-    def name(self) -> str: ...
+@dataclass(frozen=True)
+class Operands:
+    x: Tensor
+    parameters: tuple[Tensor, ...]
+    #: The gradient that comes from above.
+    dy: Tensor
 
+    def forward(self, call: Call) -> Tensor:
+        return call(self.x, *self.parameters)
 
-class Case(Protocol):
-    """A row of a grid."""
+    def step(self, call: Call) -> None:
+        measure.Above.apply(self.forward(call), self.dy).backward()
+        for tensor in (self.x, *self.parameters):
+            tensor.grad = None
 
-    @property
-    def id(self) -> str: ...
-    @property
-    def group(self) -> str: ...
-    @property
-    def shape(self) -> Named: ...
-    @property
-    def activation(self) -> str: ...
-    @property
-    def dtype(self) -> str: ...
+    def results(self, call: Call) -> tuple[Tensor, ...]:
+        """The output and all gradients."""
+        y = self.forward(call)
+        return y.detach(), *torch.autograd.grad(y, (self.x, *self.parameters), self.dy)
 
 
 @dataclass(frozen=True)
 class Work:
-    """A case's operands and functions; each pair is the layer, and the layer with a second one behind it."""
+    """What is called, by variant, and with what: the layer, which is timed, and the layer with a second one behind it,
+    whose bytes are counted. ``sizes``: of the shape, for the result."""
 
-    operands: tuple[Operands, Operands]
-    eager: tuple[Function, Function]
-    ours: tuple[Function, Function]
-    #: What the result file says of the shape.
-    sizes: dict[str, Any]
+    calls: Mapping[str, tuple[Call, Call]]
+    layer: Operands
+    block: Operands
     #: Of the layer's output, or of what is hidden in a block.
     hidden_bytes: int
-    #: More variants, by name.
-    others: Mapping[str, tuple[Function, Function]] = field(default_factory=dict)
-    #: Of these, what computes something else, and is a yardstick.
-    yardsticks: tuple[str, ...] = ()
+    sizes: Mapping[str, Any]
 
-
-@dataclass(frozen=True)
-class Subject:
-    """What the grids differ in."""
-
-    name: str
-    #: The second layer, in words; of blocks, which are whole by themselves, None.
-    behind: str | None
-    #: From the device's kind and the dtypes, if not all.
-    cases: Callable[[str, tuple[str, ...]], Iterable[Case]]
-    #: From a case, the device, and whether it has to be quick.
-    build: Callable[[Any, torch.device, bool], Work]
-    acceptance: Callable[[dict[str, Any]], list[str]]
-    budget_seconds: float
-    #: Seconds of timing that a case gets at most.
-    case_seconds: float
-    #: Whether the case is part of a quick run of everything.
-    in_quick: Callable[[Any], bool] = lambda case: True
-    variants: tuple[str, ...] = VARIANTS
-    #: Draws a result into a file.
-    plot: Callable[[dict[str, Any], Path], Any] | None = None
-
-    def default_variants(self, quick: bool) -> list[str]:
-        """What is measured unless something else is asked for."""
-        return [name for name in self.variants if not (quick and name == COMPILE)]
-
-    @property
-    def definitions(self) -> dict[str, str]:
-        """What the numbers of a result file are, for its head."""
-        return {
-            "time": "microseconds of the layer alone in training mode: median and quartiles over interleaved rounds; "
-            "as in a network, nobody but the layer holds its output during the backward pass",
-            "ratio": "median over rounds of time / eager's time in the same round, with quartiles",
-            "saved_bytes": f"kept for the backward pass by {self._kept_by}, without input and parameters",
-            "peak_bytes": f"allocated at the worst moment of forward+backward of {self._kept_by}, gradients included",
-        }
-
-    @property
-    def _kept_by(self) -> str:
-        return "the block" if self.behind is None else f"the layer and {self.behind} behind it"
-
-
-def add_arguments(parser: argparse.ArgumentParser, subject: Subject) -> None:
-    name = subject.name
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--dtype", action="append", choices=sorted(_SAME), help="may be given more than once")
-    parser.add_argument("--only", metavar="REGEX", help="cases whose id matches, e.g. 'model/.*/gelu/float32'")
-    parser.add_argument(
-        "--variants",
-        help=f"comma-separated, of {','.join(subject.variants)} (default: all, with --quick not {COMPILE}); eager is "
-        "always measured",
-    )
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--quick", action="store_true", help="small shapes and few rounds: to see that it works")
-    parser.add_argument(
-        "--budget", type=float, default=subject.budget_seconds, metavar="SECONDS", help="start no case after this"
-    )
-    files = f"{name}.json and {name}.png" if subject.plot else f"{name}.json"
-    parser.add_argument("--out", type=Path, help=f"folder for {files}; a full run has a default")
-
-
-def main(subject: Subject, options: argparse.Namespace) -> int:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
-    known = list(subject.cases(device.type, tuple(options.dtype or ())))
-    todo = [case for case in known if re.search(options.only or "", case.id)]
-    if not todo:
-        print(f"bench {subject.name}: no case matches --only {options.only!r}; ids look like {known[-1].id!r}")
-        return 2
-    if options.quick and not options.only:
-        todo = [case for case in todo if subject.in_quick(case)]
-    default = subject.default_variants(options.quick)
-    asked = default if options.variants is None else options.variants.split(",")
-    variants = [name for name in subject.variants if name == BASELINE or name in asked]
-    out = options.out
-    # A part of the grid must not replace a committed result of all of it: it is written only where the user says.
-    if out is None and not (options.only or options.quick or options.dtype or set(default) - set(variants)):
-        out = RESULTS / machine.slug(device, torch.get_num_threads())
-    result = run(subject, todo, device, variants=variants, quick=options.quick, budget_seconds=options.budget, out=out)
-    print("\n".join(subject.acceptance(result)))
-    if out is not None:
-        print(f"\nwrote {out / f'{subject.name}.json'}")
-        if subject.plot is not None:
-            subject.plot(result, out / f"{subject.name}.png")
-    return 0
-
-
-def run(
-    subject: Subject,
-    todo: Iterable[Case],
-    device: torch.device,
-    *,
-    variants: Iterable[str] | None = None,
-    quick: bool = False,
-    budget_seconds: float | None = None,
-    out: Path | None = None,
-) -> dict[str, Any]:
-    """Measure the cases in order, within the budget, and write ``out/<subject>.json`` after each."""
-    todo = list(todo)
-    variants = subject.default_variants(quick) if variants is None else list(variants)
-    end = time.monotonic() + (subject.budget_seconds if budget_seconds is None else budget_seconds)
-    result = grid.begin(subject.name, device, subject.definitions, quick=quick, not_run=[case.id for case in todo])
-    machine.warn_if_busy(result)
-    if COMPILE in variants:
-        _load_compiler(device)
-    # Seconds that cases have taken so far, the first entry a guess.
-    compiling, plain = [_COMPILE_SECONDS], [1.0]
-    with _forgotten_by_the_collector():
-        for case, left, sharing in grid.until(end, todo):
-            began = time.monotonic()
-            # Where not all of the grid fits in the budget, the last cases go without the compiler. What comes may take
-            # longer than what came.
-            spare = left - 1.25 * sharing * statistics.mean(plain)
-            work = subject.build(case, device, quick)
-            chosen = [name for name in variants if name != COMPILE or statistics.mean(compiling) < spare]
-            share = 0.05 if quick else min(left / sharing, subject.case_seconds)
-            row, taken = measure_case(case, work, device, chosen, seconds=share, quick=quick)
-            plain.append(time.monotonic() - began - taken)
-            if COMPILE in chosen:
-                compiling.append(taken)
-            for name in variants:
-                row["variants"].setdefault(name, {"skipped": "time budget"})
-            grid.add(result, row, out)
-            print(_line(row), flush=True)
-    return result
-
-
-def measure_case(
-    case: Case, work: Work, device: torch.device, variants: Iterable[str], *, seconds: float, quick: bool
-) -> tuple[dict[str, Any], float]:
-    """Return the JSON row of a case, and the seconds that compiling took."""
-    rows: dict[str, dict[str, Any]] = {}
-    functions: dict[str, tuple[Function, Function]] = {}
-    compile_seconds = 0.0
-    if COMPILE in variants:
-        # After eight compilations of one function dynamo would fall back to eager.
-        torch._dynamo.reset()
-    for name in variants:
-        start = time.monotonic()
-        functions[name] = _functions(name, work)
-        try:
-            if name not in work.yardsticks:
-                _compare(work, functions[name], case.dtype)
-            rows[name] = {}
-        except Exception as error:
-            if name == BASELINE:
-                raise
-            functions.pop(name, None)
-            rows[name] = grid.failed(error)
-        if name == COMPILE:
-            compile_seconds = time.monotonic() - start
-
-    layer, block = work.operands
-    for mode, make in (("forward", _forward), ("forward_backward", _step)):
-        times = measure.interleave(
-            {name: make(function, *layer) for name, (function, _) in functions.items()},
-            device,
-            seconds=seconds / 2,
-            max_rounds=20 if quick else 200,
+    def variant(self, name: str) -> Variant:
+        layer, block = self.calls[name]
+        return Variant(
+            {"forward": partial(self.layer.forward, layer), "forward_backward": partial(self.layer.step, layer)},
+            None if name == YARDSTICK else lambda: (*self.layer.results(layer), *self.block.results(block)),
+            forward=partial(self.block.forward, block),
+            own=[self.block.x, *self.block.parameters],
+            step=partial(self.block.step, block),
         )
-        for name, values in times.items():
-            rows[name][mode] = measure.summary(values, times[BASELINE])
-    for name, (_, function) in functions.items():
-        rows[name]["saved_bytes"] = saved_bytes(function, block[0], *block[1])
-        rows[name]["peak_bytes"] = peak_bytes(_step(function, *block), device=device)
-    row = {
+
+
+#: From a shape, a memory format, the device's kind, what makes random tensors, and whether it has to be quick.
+Build = Callable[[Any, str, str, Call, bool], Work]
+
+
+def measure_case(build: Build, case: shapes.Case, setting: Setting) -> dict[str, Any]:
+    """The JSON row of a case."""
+    generator = torch.Generator(setting.device).manual_seed(0)
+
+    def randn(*sizes: int, scale: float = 1.0) -> Tensor:
+        tensor = torch.randn(sizes, generator=generator, device=setting.device) * scale
+        return tensor.to(getattr(torch, case.dtype)).requires_grad_()
+
+    work = build(case.shape, case.format, setting.device.type, randn, setting.quick)
+    makers = {name: partial(work.variant, name) for name in work.calls}
+    return {
         "id": case.id,
-        "group": case.group,
+        "group": "model",
         "shape": case.shape.name,
         **work.sizes,
-        "activation": case.activation,
+        "activation": case.shape.activation,
         "dtype": case.dtype,
         "hidden_bytes": work.hidden_bytes,
-        "variants": rows,
+        "variants": measure.compare(makers, setting, allowed=SAME[case.dtype]),
     }
-    return row, compile_seconds
 
 
-def randn(
-    generator: torch.Generator, dtype: str, shape: Sequence[int], *, scale: float = 1.0, grad: bool = True
-) -> Tensor:
-    """Random numbers on the generator's device, of a standard deviation that the dtype does not change."""
-    tensor = torch.randn(*shape, generator=generator, device=generator.device) * scale
-    return tensor.to(getattr(torch, dtype)).requires_grad_(grad)
-
-
-def rows_of(result: dict[str, Any]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each case with what this library's variant came to, where that was measured or failed."""
+def missed(result: dict[str, Any]) -> Iterator[str]:
+    """Where the library saves more than eager PyTorch, or is slower: by a lower quartile above 1, which noise does not
+    explain. The small shapes of a quick run are mostly what calls cost."""
     for row in result["cases"]:
-        if OURS in row["variants"]:
-            yield row, row["variants"][OURS]
-
-
-def _functions(variant: str, work: Work) -> tuple[Function, Function]:
-    if variant in work.others:
-        return work.others[variant]
-    if variant == OURS:
-        return work.ours
-    if variant == COMPILE:
-        compiled = partial(torch.compile, fullgraph=True, dynamic=False)
-        layer, block = (compiled(function) for function in work.eager)
-        return layer, block
-    return work.eager
-
-
-def _forward(function: Function, x: Tensor, parameters: tuple[Tensor, ...], dy: Tensor) -> Callable[[], Any]:
-    return partial(function, x, *parameters)
-
-
-def _step(function: Function, x: Tensor, parameters: tuple[Tensor, ...], dy: Tensor) -> Callable[[], Any]:
-    def step() -> None:
-        measure.Above.apply(function(x, *parameters), dy).backward()
-        for tensor in (x, *parameters):
-            tensor.grad = None
-
-    return step
-
-
-def _compare(work: Work, found: tuple[Function, Function], dtype: str) -> None:
-    """Compare with eager, layer and block. These are the first calls of everything, so that it compiles here."""
-    for function, eager, operands in zip(found, work.eager, work.operands, strict=True):
-        measure.expect_same(_results(function, *operands), _results(eager, *operands), _SAME[dtype])
-
-
-def _results(function: Function, x: Tensor, parameters: tuple[Tensor, ...], dy: Tensor) -> tuple[Tensor, ...]:
-    """The output and all gradients."""
-    y = function(x, *parameters)
-    return y.detach(), *torch.autograd.grad(y, (x, *parameters), dy)
-
-
-def _load_compiler(device: torch.device) -> None:
-    """Compile something small, so that starting the compiler (10 s) is not charged to the first case."""
-    try:
-        torch.compile(lambda x: (x + 1).exp())(torch.ones(8, device=device, requires_grad=True)).sum().backward()
-    except Exception as error:
-        print(f"torch.compile does not work here: {error}")
-
-
-@contextmanager
-def _forgotten_by_the_collector() -> Iterator[None]:
-    """Leave out what exists already: of torch's compiler that is half a million objects, and 0.3 s for each of the two
-    collections of a case."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-def _line(row: dict[str, Any]) -> str:
-    cells = []
-    for name, variant in row["variants"].items():
-        if "forward_backward" not in variant:
-            cells.append(f"{name}: {variant.get('error') or variant.get('skipped')}")
+        eager, ours = row["variants"][EAGER], row["variants"][OURS]
+        if "error" in ours:
+            yield f"{row['id']}: {ours['error']}"
             continue
-        forward, both = variant["forward"], variant["forward_backward"]
-        time_cell = (
-            f"{both['median_us']:.0f} us" if name == BASELINE else f"{both['ratio']:.2f}x (fwd {forward['ratio']:.2f}x)"
-        )
-        saved, peak = (variant[key] / row["hidden_bytes"] for key in ("saved_bytes", "peak_bytes"))
-        cells.append(f"{name} {time_cell} {saved:.2f}/{peak:.2f}")
-    return f"{row['id']:<42} {' | '.join(cells)}"
+        if ours["saved_bytes"] > eager["saved_bytes"]:
+            yield f"{row['id']}: {ours['saved_bytes'] / eager['saved_bytes']:.2f}x eager's saved bytes"
+        for mode in ("forward", "forward_backward"):
+            if not result["quick"] and ours[mode]["ratio_q1"] > 1:
+                yield f"{row['id']}, {mode}: {ours[mode]['ratio']:.3f}x eager's time"
+
+
+# --- dense layers -----------------------------------------------------------------------------------------------------
+
+
+def _rows(shape: shapes.Dense, kind: str, quick: bool) -> int:
+    return max(4, shape.tokens[kind] // 32) if quick else shape.tokens[kind]
+
+
+def build_dense(shape: shapes.Dense, format: str, kind: str, randn: Call, quick: bool) -> Work:
+    tokens, width, hidden = _rows(shape, kind, quick), shape.in_features, shape.hidden_features
+    x, dy, dh = randn(tokens, width), randn(tokens, width).detach(), randn(tokens, hidden).detach()
+    w1, b1 = randn(hidden, width, scale=width**-0.5), randn(hidden, scale=0.1)
+    w2, b2 = randn(width, hidden, scale=hidden**-0.5), randn(width, scale=0.1)
+    layers = {
+        EAGER: partial(reference.dense_bias_act, function=ACTIVATIONS[shape.activation]),
+        OURS: partial(fl.dense_bias_act, activation=shape.activation),
+    }
+    sizes = {"tokens": tokens, "in_features": width, "hidden_features": hidden}
+    calls = {name: (layer, partial(_before_linear, layer=layer)) for name, layer in layers.items()}
+    return Work(calls, Operands(x, (w1, b1), dh), Operands(x, (w1, b1, w2, b2), dy), dh.nbytes, sizes)
+
+
+def _before_linear(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, layer: Call) -> Tensor:
+    return F.linear(layer(x, w1, b1), w2, b2)
+
+
+# --- MLP blocks -------------------------------------------------------------------------------------------------------
+
+
+def build_mlp(shape: shapes.Dense, format: str, kind: str, randn: Call, quick: bool) -> Work:
+    tokens, width, hidden = _rows(shape, kind, quick), shape.in_features, shape.hidden_features
+    x, dy = randn(tokens, width), randn(tokens, width).detach()
+    w1, w_up = (randn(hidden, width, scale=width**-0.5) for _ in range(2))
+    w2 = randn(width, hidden, scale=hidden**-0.5)
+    activation, function = shape.activation, ACTIVATIONS[shape.activation]
+    if shape.is_gated:
+        params: tuple[Tensor, ...] = (w1, w_up, w2)
+        calls: dict[str, Call] = {
+            EAGER: partial(_gated, block=partial(reference.gated_mlp, function=function)),
+            OURS: partial(_gated, block=partial(fl.gated_mlp, activation=activation)),
+            RECOMPUTE: partial(_gated, block=partial(fl.gated_mlp, activation=activation, save=RECOMPUTE)),
+            YARDSTICK: _NineMatmuls.apply,
+        }
+    else:
+        params = (w1, randn(hidden, scale=0.1), w2, randn(width, scale=0.1))
+        calls = {
+            EAGER: partial(reference.mlp, function=function),
+            OURS: partial(fl.mlp, activation=activation),
+            RECOMPUTE: partial(fl.mlp, activation=activation, save=RECOMPUTE),
+            YARDSTICK: _SixMatmuls.apply,
+        }
+    operands = Operands(x, params, dy)
+    sizes = {"tokens": tokens, "in_features": width, "hidden_features": hidden, "gated": shape.is_gated}
+    both = {name: (call, call) for name, call in calls.items()}
+    return Work(both, operands, operands, tokens * hidden * dy.element_size(), sizes)
+
+
+def _gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, block: Call) -> Tensor:
+    return block(x, w_gate, None, w_up, None, w_down, None)
+
+
+class _SixMatmuls(Function):
+    """What a block multiplies. Gradients of biases are zero, and cost nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
+        h = x @ w1.t()
+        ctx.save_for_backward(x, w1, w2, h)
+        return h @ w2.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        x, w1, w2, h = ctx.saved_tensors
+        dh = dy @ w2
+        return dh @ w1, dh.t() @ x, None, dy.t() @ h, None
+
+
+class _NineMatmuls(Function):
+    """What a gated block multiplies."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor) -> Tensor:
+        gate, up = x @ w_gate.t(), x @ w_up.t()
+        ctx.save_for_backward(x, w_gate, w_up, w_down, gate, up)
+        return gate @ w_down.t()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        x, w_gate, w_up, w_down, gate, up = ctx.saved_tensors
+        dh = dy @ w_down
+        dx = dh @ w_gate
+        return dx.addmm_(up, w_up), dh.t() @ x, up.t() @ x, dy.t() @ gate
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+
+def build_conv(shape: shapes.Conv, format: str, kind: str, randn: Call, quick: bool) -> Work:
+    """In channels_last the parameters are so, too, as ``module.to(memory_format=...)`` makes them."""
+    dims, inside, outside = len(shape.kernel), shape.in_channels, shape.out_channels
+    batch, size = (1, tuple(max(8, n // 8) for n in shape.size)) if quick else (shape.batch[kind], shape.size)
+    last = torch.channels_last_3d if dims == 3 else torch.channels_last
+    memory_format = last if format == "channels_last" else torch.contiguous_format
+    geometry: dict[str, Any] = {
+        "stride": shape.stride, "padding": shape.padding, "dilation": shape.dilation, "groups": shape.groups,
+    }  # fmt: skip
+    convolution = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
+    activation = ACTIVATIONS[shape.activation]
+
+    def formatted(*sizes: int, scale: float = 1.0) -> Tensor:
+        return randn(*sizes, scale=scale).detach().contiguous(memory_format=memory_format).requires_grad_()
+
+    def eager(x: Tensor, w: Tensor, b: Tensor) -> Tensor:
+        return activation(convolution(x, w, b, **geometry))
+
+    def before_another(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor, layer: Call) -> Tensor:
+        return convolution(layer(x, w1, b1), w2, b2)
+
+    def operands(call: Call, *parameters: Tensor) -> Operands:
+        with torch.no_grad():
+            y = call(x, *parameters)  # whose format a convolution chooses: torch's of three dimensions may drop it
+            return Operands(x, parameters, y.copy_(randn(*y.shape)))
+
+    inputs = inside // shape.groups * torch.Size(shape.kernel).numel()
+    x = formatted(batch, inside, *size)
+    w1, b1 = formatted(outside, inside // shape.groups, *shape.kernel, scale=inputs**-0.5), randn(outside, scale=0.1)
+    w2, b2 = formatted(inside, outside, *(1,) * dims, scale=outside**-0.5), randn(inside, scale=0.1)
+    layers: dict[str, Call] = {EAGER: eager, OURS: partial(fl.conv_bias_act, activation=shape.activation, **geometry)}
+    calls = {name: (layer, partial(before_another, layer=layer)) for name, layer in layers.items()}
+    layer, block = operands(eager, w1, b1), operands(calls[EAGER][1], w1, b1, w2, b2)
+    sizes = {"format": format, "input": list(x.shape), "output": list(layer.dy.shape), "kernel": list(shape.kernel)}
+    return Work(calls, layer, block, layer.dy.nbytes, {**sizes, **geometry, "padding": list(shape.padding)})
+
+
+def _benchmark(name: str, build: Any, of: Any, *, budget_seconds: float, case_seconds: float) -> Benchmark:
+    return Benchmark(
+        name,
+        DEFINITIONS,
+        cases=partial(shapes.cases, of),
+        measure=partial(measure_case, build),
+        missed=missed,
+        budget_seconds=budget_seconds,
+        case_seconds=case_seconds,
+    )
+
+
+BENCHMARKS = {
+    "dense": _benchmark("dense", build_dense, shapes.LAYERS, budget_seconds=240, case_seconds=6.0),
+    "mlp": _benchmark("mlp", build_mlp, shapes.BLOCKS, budget_seconds=480, case_seconds=12.0),
+    "conv": _benchmark("conv", build_conv, shapes.CONVOLUTIONS, budget_seconds=240, case_seconds=2.0),
+}

@@ -1,4 +1,4 @@
-"""Timing: several functions side by side in one run, on the CPU or on a CUDA device.
+"""Measuring: several ways to compute the same side by side in one run, on the CPU or on a CUDA device.
 
 A machine drifts (clocks, neighbours, temperature), so functions that are compared take turns: in every round each runs
 once, and the order rotates from round to round. A ratio is the median over rounds of (time / baseline's time in that
@@ -11,11 +11,14 @@ import math
 import statistics
 import time
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from fusedlayers.memory import peak_bytes, saved_bytes
 
 from . import machine
 
@@ -24,6 +27,83 @@ Times = dict[str, list[float]]  # name -> microseconds of one call, a value per 
 _NUMBERS = itertools.count()
 _SAMPLE_SECONDS = 5e-4  # a CPU sample lasts at least this long, so that the clock's own 0.1 us does not matter
 _FLUSH_BYTES = 256 << 20  # above every GPU's L2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where and how long a case is measured; ``quick``: in two rounds, to see that it works."""
+
+    device: torch.device
+    seconds: float = 0.0
+    quick: bool = True
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to compute what a case is about.
+
+    Attributes:
+        modes: what is timed, by name.
+        results: what is compared with the baseline's results before anything is timed; None: nothing.
+        forward: its saved bytes are counted, without those of ``own``.
+        step: its peak is measured.
+    """
+
+    modes: Mapping[str, Callable[[], Any]]
+    results: Callable[[], Sequence[Tensor]] | None = None
+    forward: Callable[[], Any] | None = None
+    own: Any = ()
+    step: Callable[[], Any] | None = None
+
+
+def compare(
+    makers: Mapping[str, Callable[[], Variant]], setting: Setting, *, allowed: float = 0.0, **timing: Any
+) -> dict[str, dict[str, Any]]:
+    """The rows of variants, by name: times, saved bytes and peaks. The first variant is the baseline.
+
+    The row of a variant that raises, or whose results differ by more than ``allowed`` of their norm, is the error: a
+    finding too, and no reason to lose the others. ``timing`` is for ``interleave``.
+    """
+    baseline = next(iter(makers))
+    rows: dict[str, dict[str, Any]] = {}
+    variants: dict[str, Variant] = {}
+    expected: Sequence[Tensor] = ()
+    for name, make in makers.items():
+        try:
+            variant = make()
+            if variant.results is not None:
+                found = variant.results()
+                expected = found if name == baseline else expected
+                expect_same(found, expected, allowed)
+        except Exception as error:
+            if name == baseline:
+                raise
+            rows[name] = failed(error)
+        else:
+            variants[name], rows[name] = variant, {}
+    expected = found = ()  # so that nothing is held while others are measured
+    modes = variants[baseline].modes
+    if setting.quick:
+        timing["min_rounds"] = 2
+    for mode in modes:
+        functions = {name: variant.modes[mode] for name, variant in variants.items()}
+        times = interleave(functions, setting.device, seconds=setting.seconds / len(modes), **timing)
+        for name, values in times.items():
+            rows[name][mode] = summary(values, times[baseline])
+    for name, variant in variants.items():
+        if variant.forward is not None:
+            rows[name]["saved_bytes"] = saved_bytes(variant.forward, exclude=variant.own)
+        if variant.step is not None:
+            rows[name]["peak_bytes"] = peak_bytes(variant.step, device=setting.device)
+    return rows
+
+
+def failed(error: Exception) -> dict[str, str]:
+    """The row of a variant that raised an error."""
+    if isinstance(error, ModuleNotFoundError):
+        return {"skipped": f"{error.name} is not installed"}
+    first_line, *_ = str(error).strip().splitlines() or ["no message"]
+    return {"error": f"{type(error).__name__}: {first_line[:300]}"}
 
 
 def interleave(

@@ -11,7 +11,7 @@ from typing import Any
 
 from fusedlayers.utils.plotting import EAGER, HERE, INK
 
-from .tables import committed, measured_on, model_name
+from .tables import committed, measured_on
 
 _WIDTH, _LABELS, _BARS, _ROW, _TOP = 860, 236, 430, 46, 64
 
@@ -47,7 +47,7 @@ def picture(results: Path) -> str | None:
 def _row(row: dict[str, Any], top: int) -> list[str]:
     eager, here = row["variants"]["eager"], row["variants"]["fusedlayers"]
     inputs = f"{row['dtype']}, {' x '.join(map(str, row['input']))}"
-    parts = [_text(16, top + 16, model_name(row)), _text(16, top + 31, inputs, size=11)]
+    parts = [_text(16, top + 16, row["model"]), _text(16, top + 31, inputs, size=11)]
     for y, variant, color in ((top + 4, eager, EAGER), (top + 20, here, HERE)):
         length = round(_BARS * variant["saved_bytes"] / eager["saved_bytes"], 1)
         parts.append(f'<rect x="{_LABELS}" y="{y}" width="{length}" height="14" fill="{color}"/>')

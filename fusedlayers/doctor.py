@@ -55,7 +55,6 @@ def _questions() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "fusedlayers", lambda: f"{__version__} in {Path(__file__).parent}"
     yield "python", lambda: f"{platform.python_version()}, {sys.executable}"
     yield "torch", lambda: torch.__version__
-    yield "einops", partial(importlib.metadata.version, "einops")
     for name in OPTIONAL:
         yield name, partial(_version, name)
     yield "CPU", lambda: f"{torch.cpu.get_capabilities().get('cpu_name', 'unknown')}, {platform.machine()}"

@@ -39,15 +39,8 @@ SLOW: dict[str, dict[str, int]] = {
         "test_what_users_bring_compiles_without_spills": 0,
     },
     "test_bench": {
-        "test_custom_command_line": 0,
-        "test_custom_records_what_fails": 0,
-        "test_overhead_command_line": 0,
-        "test_overhead_results_have_everything_a_reader_needs": 0,
-        "test_pointwise_compares_bandwidths": 0,
-        "test_saved_bytes_of_gelu_halve": 0,
-    },
-    "test_bench_containers": {
-        "test_a_run_measures_every_variant": 0,
+        "test_blocks_are_measured_by_others_and_who_is_missing_is_named": 0,
+        "test_each_benchmark_measures_its_cases": 5,
     },
     "test_codegen": {
         "test_every_row_prints_a_readable_function": 3,
@@ -108,7 +101,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_functions": 3,
     },
     "test_gpu_check": {
-        "test_denied_kernels_are_not_used": 0,
         "test_it_runs_on_the_fake_driver": 0,
     },
     "test_invertible_contexts": {

@@ -1,4 +1,6 @@
-"""``python -m bench readme``: what the documents' tables and their picture make of result files."""
+"""``python -m bench readme``: what the documents' tables and their picture make of result files.
+
+The documents hold the tables of all committed results; here is what those results do not have."""
 
 from __future__ import annotations
 
@@ -44,18 +46,13 @@ def a_committed_run(results: Path, kind: str = "cpu") -> None:
         "tokens": 512,
         "in_features": 768,
         "hidden_features": 3072,
-        "variants": {
-            "eager": measured(12345.6, 1.0, 12),
-            "compile": {"error": "no compiler"},
-            "fusedlayers": measured(9000.0, 0.7289, 6),
-        },
+        "variants": {"eager": measured(12345.6, 1.0, 12), "fusedlayers": measured(9000.0, 0.7289, 6)},
     }
-    cases = [row, {**row, "activation": "tanh"}, {**row, "group": "acceptance"}]
-    commit(a_run(cases, kind), "dense", results)
+    commit(a_run([row, {**row, "activation": "tanh"}], kind), "dense", results)
 
 
 README = "# Title\n\n<!-- bench:dense -->\nold\n<!-- /bench:dense -->\n\nend\n"
-TABLE_ROW = "| BERT-base, gelu, float32 (512 x 768 to 3072) | 12.0 | - | **6.0** | 12.3 ms | - | **0.73x** |"
+TABLE_ROW = "| BERT-base, gelu, float32 (512 x 768 to 3072) | 12.0 | **6.0** | 12.3 ms | **0.73x** |"
 
 
 def readme(path: Path, results: Path, *flags: str) -> int:
@@ -93,76 +90,21 @@ def table_of(name: str, run: dict[str, Any], results: Path) -> list[str]:
 
 
 def test_the_models_table(tmp_path: Path) -> None:
-    def row(layers: int | None, **variants: Any) -> dict[str, Any]:
+    def row(dtype: str, **variants: Any) -> dict[str, Any]:
         eager = {"saved_bytes": 200 * 2**20, "peak_bytes": 400 * 2**20}
-        return {
-            "model": "BERT-base",
-            "layers": layers,
-            "dtype": "float32",
-            "input": [4, 512],
-            "variants": {"eager": eager, **variants},
-        }
+        return {"model": "BERT", "dtype": dtype, "input": [4, 512], "variants": {"eager": eager, **variants}}
 
     time_of = {"forward_backward": {"median_us": 5432100.0, "ratio": 0.987}}
     ours = {"saved_bytes": 150 * 2**20, "peak_bytes": 300 * 2**20}
-    run = a_run([row(None, fusedlayers=ours), row(4)])
+    run = a_run([row("float32", fusedlayers=ours), row("autocast")])
     run["cases"][1]["variants"]["eager"] |= time_of
-    run["cases"][1]["variants"] |= {"exact": {**ours, **time_of}, "compile": {**ours, **time_of}}
+    run["cases"][1]["variants"] |= {"exact": {**ours, **time_of}, "compile": {"error": "no compiler"}}
     lines = table_of("models", run, tmp_path)
     assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
     assert lines[4:-1] == [
-        "| BERT-base, float32 (4 x 512) | 200.0 | - | **-25.0 %** | 400.0 | - | **-25.0 %** | - | - | **-** | - |",
-        "| BERT-base, 4 layers, float32 (4 x 512) | 200.0 | -25.0 % | **-** | 400.0 | -25.0 % | **-** "
-        "| 5.43 s | 0.99x | **-** | 0.99x |",
+        "| BERT, float32 (4 x 512) | 200.0 | - | **-25.0 %** | 400.0 | - | **-25.0 %** | - | - | **-** | - |",
+        "| BERT, autocast (4 x 512) | 200.0 | -25.0 % | **-** | 400.0 | -25.0 % | **-** | 5.43 s | 0.99x | **-** | - |",
     ]
-
-
-def test_the_conv_table(tmp_path: Path) -> None:
-    def row(shape: str, activation: str, format: str, sizes: list[int], **more: Any) -> dict[str, Any]:
-        variants = {
-            "eager": measured(12345.6, 1, 12),
-            "compile": measured(1, 1.1, 12),
-            "fusedlayers": measured(1, 0.9, 6),
-        }
-        row = {"group": "model", "shape": shape, "activation": activation, "format": format, "dtype": "float32"}
-        return {**row, "input": sizes, "output": [sizes[0], 7, *sizes[2:]], "variants": variants, **more}
-
-    cases = [
-        row("WaveNet", "tanh", "contiguous", [2, 3, 99]),
-        row("ResNet-50 3x3", "relu", "channels_last", [1, 1, 1, 1]),
-        row("ResNet-50 3x3", "relu", "contiguous", [4, 64, 56, 56]),
-        row("ResNet-50 3x3", "relu", "contiguous", [1, 1, 1, 1], group="other"),
-    ]
-    lines = table_of("conv", a_run(cases), tmp_path)
-    assert "(contiguous)" in lines[2]
-    cells = "12.0 | 12.0 | **6.0** | 12.3 ms | 1.10x | **0.90x** |"
-    assert lines[4:-1] == [
-        f"| ResNet-50 3x3, relu, float32 (4 x 64 x 56 x 56 to 7) | {cells}",
-        f"| WaveNet, tanh, float32 (2 x 3 x 99 to 7) | {cells}",
-    ]
-    # On GPUs the other format is the main one; a sequence has none.
-    table = tables.conv_table(a_run([{**row, "dtype": "bfloat16"} for row in cases], "cuda"))
-    assert "(1 x 1 x 1 x 1 to 7)" in table and "64 x 56" not in table and "WaveNet" in table
-
-
-def test_the_custom_table(tmp_path: Path) -> None:
-    def row(activation: str, eager: float, ours: dict[str, Any], group: str = "resnet18") -> dict[str, Any]:
-        variants = {"eager": measured(123456.7, 1.0, eager), "fusedlayers": ours}
-        return {"group": group, "activation": activation, "input": [16, 3, 32, 32], "variants": variants}
-
-    fused = measured(1.0, 0.789, 50)
-    cases = [row("relu", 40, fused), row("snake", 120, fused), row("prelu", 60, {"error": "no"})]
-    cases.append(row("alone", 1, fused, group="alone"))
-    lines = table_of("custom", a_run(cases), tmp_path)
-    assert "ResNet-18, float32, 16 images of 32 x 32" in lines[2]
-    assert lines[4:-1] == [
-        "| relu | 40.0 | **50.0** | 1.00x | **1.25x** | 123 ms | **0.79x** |",
-        "| snake | 120.0 | **50.0** | 3.00x | **1.25x** | 123 ms | **0.79x** |",
-        "| prelu | 60.0 | **-** | 1.50x | **-** | 123 ms | **-** |",
-    ]
-    # Without ReLU there is nothing to compare with.
-    table = tables.custom_table(a_run(cases[1:]))
-    assert "| snake | 120.0 | **50.0** | - | **-** | 123 ms | **0.79x** |" in table
 
 
 def test_readme_without_results(tmp_path: Path) -> None:
@@ -192,7 +134,7 @@ def test_the_documents_show_the_committed_results() -> None:
 
 def a_models_run(**more: Any) -> dict[str, Any]:
     eager, ours = {"saved_bytes": 200 * 2**20}, measured(1.0, 0.987, 150)
-    row = {"model": "BERT-base", "layers": None, "dtype": "float32", "input": [4, 512]}
+    row = {"model": "BERT-base", "dtype": "float32", "input": [4, 512]}
     return {**a_run([{**row, "variants": {"eager": eager, "fusedlayers": ours}}]), **more}
 
 
@@ -225,27 +167,6 @@ def test_the_picture_is_written_and_checked(tmp_path: Path, capsys: pytest.Captu
     assert readme(path, results, "--check") == 1 and "overview.svg differs" in capsys.readouterr().out
 
 
-def test_the_overview_has_the_parts_of_the_devices_with_most(tmp_path: Path) -> None:
-    text = f"{README}<!-- bench:overview --><!-- /bench:overview -->"
-    assert "`python -m bench dense` makes one" in report.fill(text, tmp_path).split("bench:overview")[1]
-    a_committed_run(tmp_path)
-    a_committed_run(tmp_path, kind="cuda")
-    row = {"group": "model", "shape": "LLaMA-7B", "activation": "silu", "dtype": "float32"}
-    row["variants"] = {"eager": measured(2000.0, 1.0, 16), "fusedlayers": measured(1.0, 0.5, 8)}
-    (tmp_path / "cpu" / "mlp.json").write_text(json.dumps(a_run([row])))
-    device = {"kind": "cpu", "name": "Other", "slug": "other"}
-    commit({**a_run([row]), "date": "2040-01-01", "device": device}, "mlp", tmp_path)
-    filled = report.fill(text, tmp_path).split("<!-- bench:overview -->")[1]
-    assert "Other" not in filled
-    lines = filled.strip().splitlines()
-    assert lines[0].startswith("GPU: Some cuda, torch") and ", bfloat16. CPU: Some cpu, " in lines[0]
-    assert " Some cpu, 4 threads, torch 2.13.0, 2030-01-02, float32. Bytes are" in lines[0]
-    assert lines[2].endswith("| GPU: PyTorch | GPU: **here** | CPU: PyTorch | CPU: **here** |")
-    assert lines[4].startswith("| Linear + GELU: BERT-base |")
-    assert lines[4].endswith("| 12.0, 12.3 ms | **6.0**, **0.73x** |")
-    assert lines[5] == "| gated MLP, SiLU: LLaMA-7B | - | - | 16.0, 2 ms | **8.0**, **0.50x** |"
-
-
 def test_the_peers_table(tmp_path: Path) -> None:
     also = {"peak_bytes": 20 << 20}
     variants = {
@@ -265,37 +186,6 @@ def test_the_peers_table(tmp_path: Path) -> None:
     ]
 
 
-def test_the_table_of_small_calls(tmp_path: Path) -> None:
-    def row(group: str, elements: int) -> dict[str, Any]:
-        variants = {"eager": {"forward_backward": {"median_us": 123.4, "ratio": 1.0}}, "fusedlayers": {}}
-        variants["fusedlayers"] = {mode: {"median_us": 1.0, "ratio": 1.25} for mode in ("forward_backward", "no_grad")}
-        return {"group": group, "operation": "dense", "activation": "relu", "elements": elements, "variants": variants}
-
-    run = a_run([row("small", 512), row("fused", 16384), row("fused", 131072)])
-    assert table_of("overhead", run, tmp_path)[4:-1] == [
-        "| dense, relu (512) | 123 us | **1.25x** | - | **1.25x** |",
-        "| dense, relu (131072) | 123 us | **1.25x** | - | **1.25x** |",
-    ]
-    assert "`python -m bench overhead --fake-gpu` makes one" in tables.TABLES["host"](tmp_path)
-
-
-def test_the_saved_table(tmp_path: Path) -> None:
-    rows = [
-        {
-            "id": f"bert/{dtype}", "model": "BERT", "dtype": dtype, "eager": {"hooks": 20 << 20},
-            "exact": {"hooks": 12 << 20}, "fusedlayers": {"hooks": (10 + i) << 20},
-        }
-        for i, dtype in enumerate(("float32", "bfloat16", "autocast"))
-    ]  # fmt: skip
-    peak = {
-        "id": "BERT/float32", "peak_bytes": {"eager": 40 << 20, "fusedlayers": 30 << 20, "exact": 36 << 20},
-        "share": {"fusedlayers": 0.75, "exact": 0.9},
-    }  # fmt: skip
-    lines = table_of("saved", {**a_run(rows), "peaks": [peak], "linear_over_eager_us": 14.0}, tmp_path)
-    assert "| BERT | 20.0, **10.0** (-50 %), 12.0 | 20.0, **11.0** (-45 %), 12.0 | 20.0, **12.0** (-40 %) |" in lines
-    assert "| BERT, float32 | 40 | **30** (0.75x) | 36 (0.90x) |" in lines
-
-
 def test_the_fit_table(tmp_path: Path) -> None:
     def entry(budget: float, **variants: Any) -> dict[str, Any]:
         return {"budget": budget, "variants": {"eager": measured(2e5, 1.0, 100), **variants}}
@@ -311,3 +201,4 @@ def test_the_fit_table(tmp_path: Path) -> None:
         "| bert, float32, 100.0 | 70.0% | 65.0%, 1.30x | 60.0%, 1.05x | 61.0%, 1.10x | 16 s, as 82 steps |",
         "| bert, float32, 100.0 | 30.0% | - | - | - | - |",
     ]
+    assert "`python -m bench fit-compiled` makes one" in tables.TABLES["fit_compiled"](tmp_path)

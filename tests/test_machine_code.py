@@ -42,17 +42,3 @@ def test_instructions_of_sass() -> None:
 
 def test_accesses_of_amd_assembly() -> None:
     assert machine_code.amd_accesses(GCN) == machine_code.Accesses(loads={16: 1, 2: 1}, stores={4: 1})
-
-
-def test_widths_of_amd_accesses() -> None:
-    widths = {
-        "dword": 4,
-        "dwordx3": 12,
-        "dwordx4": 16,
-        "b64": 8,
-        "b128": 16,
-        "ushort": 2,
-        "short_d16_hi": 2,
-        "ubyte": 1,
-    }
-    assert {name: machine_code._amd_width(f"global_load_{name}") for name in widths} == widths
