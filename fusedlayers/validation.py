@@ -290,8 +290,7 @@ def convolution(dims: int, stride: object, padding: object, dilation: object, gr
         else:
             found = tuple(int(size) if isinstance(size, Integral) else size for size in found)
         numbers.append(found)
-    stride, padding, dilation = numbers
-    return Convolution(stride, padding, dilation, groups)
+    return Convolution(*numbers, groups)
 
 
 def budget_from(function: str, memory_budget_bytes: object) -> int:

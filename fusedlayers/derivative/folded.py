@@ -253,10 +253,12 @@ class _Fit:
 
     def tail(self, fraction: float, farthest: float | None, *, vanishes: bool) -> _Tail | None:
         """The tail that begins at this fraction of the minimum: in u up to ``farthest``, or in y."""
-        start, y_of, degrees = self.fold.extremum * fraction, torch.clone, DEGREES_OF_Y
+        y_of: Callable[[Tensor], Tensor] = torch.clone
+        start, degrees = self.fold.extremum * fraction, DEGREES_OF_Y
         ends, last = (start, 0.0), start * 1e-3  # as y goes to 0, f' / y grows without bound, but slower than any power
         if farthest is not None:
-            y_of, degrees = (lambda u: self.fold.extremum * torch.exp(-u * u)), DEGREES_OF_U
+            y_of = lambda u: self.fold.extremum * torch.exp(-u * u)
+            degrees = DEGREES_OF_U
             ends, last = (math.sqrt(-math.log(fraction)), farthest), farthest
         at = torch.linspace(ends[0], last, 2001, dtype=torch.float64)
         truth = self._left(y_of(at), vanishes)

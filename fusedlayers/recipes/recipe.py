@@ -138,7 +138,8 @@ class Saved(Value):
             # Detached, for a tensor that an operation in place has made its own result would hold its own node.
             self.packed: Any = tensor if tensor.grad_fn is None else tensor.detach()
             return
-        if isinstance(tensor.grad_fn, BackwardCFunction):  # which a hook that returns what it gets would hold for ever
+        node: Any = tensor.grad_fn
+        if isinstance(node, BackwardCFunction):  # which a hook that returns what it gets would hold for ever
             tensor = tensor.detach()
         if tensor.layout is torch.strided:
             self._layout = tensor.size(), tensor.stride()
