@@ -290,7 +290,7 @@ def convolution(dims: int, stride: object, padding: object, dilation: object, gr
         else:
             found = tuple(int(size) if isinstance(size, Integral) else size for size in found)
         numbers.append(found)
-    return Convolution(*numbers, groups)
+    return Convolution(numbers[0], numbers[1], numbers[2], groups)
 
 
 def budget_from(function: str, memory_budget_bytes: object) -> int:
