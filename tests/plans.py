@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -14,6 +16,8 @@ def plans_of(function: Callable[..., Any], *args: Any, compiled: bool = False, *
     """In order: that of a block, and those of its layers where these decide. ``compiled``: as ``torch.compile`` sees
     the call."""
     found: list[Any] = []
+    if compiled:  # dynamo keeps what it finds as ``torch.compiler.is_compiling`` when it is imported
+        importlib.import_module("fusedlayers.ops.compiled")
 
     def noting(decide: Callable[..., Any]) -> Callable[..., Any]:
         def decided(*arguments: Any) -> Any:
@@ -30,7 +34,7 @@ def plans_of(function: Callable[..., Any], *args: Any, compiled: bool = False, *
         mock.patch.object(block_call, "plan_for", noting(block_call.plan_for)),
         mock.patch.object(functional, "plan_for", noting(functional.plan_for)),
         mock.patch.object(block_call, "plan_block", noting(block_call.plan_block)),
-        mock.patch("torch.compiler.is_compiling", return_value=compiled),
+        mock.patch("torch.compiler.is_compiling", return_value=True) if compiled else nullcontext(),
     ):
         function(*args, **kwargs)
     return found
