@@ -1,20 +1,18 @@
 """What calls launch on a GPU, counted without one: Triton's kernels, torch's operators around them, and the bytes that
 a launch is given beside the arguments.
 
-    python tests/launches.py [--noise] [NAME ...]
+    python tests/launches.py [NAME ...]
 
 prints a JSON object of forward and backward for each call of ``test_launches.py``. The process must be one in which
-Triton is not interpreted. With ``--noise`` whoever reads a clock finds that anything may have taken any time.
+Triton is not interpreted.
 """
 
 from __future__ import annotations
 
 import collections
 import json
-import random
 import re
 import sys
-import time
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -148,21 +146,9 @@ def measure(names: Collection[str]) -> dict[str, Any]:
             "forward": forward,
             "backward": backward,
             "is_launched_as_at_first": first == kept and len(first) > 0,
-            "launches": kept,
         }
     return found
 
 
-def make_noise() -> None:
-    """Let clocks, and CUDA's events, tell random times."""
-    for name in ("perf_counter", "monotonic", "time"):
-        setattr(time, name, lambda: random.uniform(0, 1e6))
-    torch.cuda.Event.elapsed_time = lambda *_: random.uniform(0, 1e6)
-
-
 if __name__ == "__main__":
-    wanted = sys.argv[1:]
-    if "--noise" in wanted:
-        wanted.remove("--noise")
-        make_noise()
-    print(json.dumps(measure(wanted or CALLS)))
+    print(json.dumps(measure(sys.argv[1:] or CALLS)))

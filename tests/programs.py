@@ -60,47 +60,27 @@ class TanhGELU(nn.Module):
 class Functional(nn.Module):
     """An activation's function as a module of the user's."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
     def forward(self, x: Tensor) -> Tensor:
-        return getattr(F, self.name)(x)
+        return F.silu(x)
 
 
 def _act_module(name: str) -> nn.Module:
     name, _, how = name.partition(" ")
-    if name in _SPELLED:
-        return _SPELLED[name]()
-    if name == "Functional":
-        return Functional(how)
-    kind: Any = getattr(nn, name)
+    kind: Any = getattr(nn, name, None) or globals()[name]
     return kind(inplace=True) if how else kind()
 
 
-_SPELLED: dict[str, Callable[[], nn.Module]] = {"QuickGELU": QuickGELU, "TanhGELU": TanhGELU}
 ACT_MODULES = (
     *("GELU", "SiLU", "SiLU inplace", "ReLU", "ReLU inplace", "LeakyReLU", "LeakyReLU inplace", "ELU", "ELU inplace"),
     *("Mish", "Mish inplace", "Hardswish", "Hardswish inplace", "Softplus", "Tanh", "Sigmoid", "SELU", "CELU inplace"),
     *("ReLU6", "Hardtanh inplace", "Hardsigmoid", "LogSigmoid", "Softsign", "Tanhshrink"),
-    *("QuickGELU", "TanhGELU", "Functional gelu", "Functional silu"),
+    *("QuickGELU", "TanhGELU", "Functional"),
 )
 ACT_FUNCTIONS = (
-    "gelu",
-    "silu",
-    "relu",
-    "leaky_relu",
-    "elu",
-    "mish",
-    "hardswish",
-    "softplus",
-    "tanh",
-    "sigmoid",
-    "selu",
+    *("gelu", "silu", "relu", "leaky_relu", "elu", "mish", "hardswish", "softplus", "tanh", "sigmoid", "selu"),
 )
 #: By what they are called with: PyTorch has them in these places.
 _FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "F": lambda h: h,
     "torch relu": torch.relu,
     "torch tanh": torch.tanh,
     "torch sigmoid": torch.sigmoid,
@@ -125,7 +105,6 @@ _FORMS: dict[str, Callable[[Tensor], Tensor]] = {
 for _name in ACT_FUNCTIONS:
     # Looked up when they are called, as code does.
     _FORMS[f"F {_name}"] = lambda h, name=_name: getattr(F, name)(h)  # type: ignore[misc]
-del _FORMS["F"]
 GATE_ACTS = ("silu", "gelu", "relu", "tanh-gelu", "sigmoid")
 
 
@@ -200,13 +179,8 @@ def _dropout(block: Steps, frame: Frame, p: float | None, inplace: bool) -> None
 
 
 def _functional_norm(block: Steps, frame: Frame, kind: str) -> None:
-    h = frame.h
-    if kind == "layer":
-        frame.h = F.layer_norm(h, h.shape[-1:])
-    elif kind == "rms":
-        frame.h = F.rms_norm(h, h.shape[-1:])
-    else:
-        frame.h = F.normalize(h, dim=-1)
+    norms: dict[str, Callable[..., Tensor]] = {"layer": F.layer_norm, "rms": F.rms_norm}
+    frame.h = norms[kind](frame.h, frame.h.shape[-1:]) if kind in norms else F.normalize(frame.h, dim=-1)
 
 
 def _gate(block: Steps, frame: Frame, style: str, act: str, first: bool, name: str) -> None:
@@ -227,9 +201,8 @@ def _gate(block: Steps, frame: Frame, style: str, act: str, first: bool, name: s
     frame.h = gated * up if first else up * gated
 
 
-def _matmul(block: Steps, frame: Frame, name: str, how: str) -> None:
-    w = getattr(block, name).weight.t()
-    frame.h = frame.h @ w if how == "@" else torch.matmul(frame.h, w) if how == "matmul" else frame.h.matmul(w)
+def _matmul(block: Steps, frame: Frame, name: str) -> None:
+    frame.h = frame.h @ getattr(block, name).weight.t()
 
 
 def _keep(block: Steps, frame: Frame, name: str) -> None:
@@ -240,9 +213,8 @@ def _add(block: Steps, frame: Frame, name: str) -> None:
     frame.h = frame.h + frame.alike(name)
 
 
-def _multiply(block: Steps, frame: Frame, name: str, how: str) -> None:
-    other = frame.alike(name)
-    frame.h = frame.h * other if how == "*" else frame.h.mul(other) if how == "method" else torch.mul(frame.h, other)
+def _multiply(block: Steps, frame: Frame, name: str) -> None:
+    frame.h = frame.h * frame.alike(name)
 
 
 def _back(block: Steps, frame: Frame, name: str) -> None:
@@ -250,42 +222,34 @@ def _back(block: Steps, frame: Frame, name: str) -> None:
     frame.h = frame.alike(name) * (1 + 0.1 * frame.h.mean())
 
 
+#: What is written over: h, by itself or a value that was kept; or such a value.
+_EDITS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "add_": lambda h, kept: h.add_(0.1),
+    "mul_": lambda h, kept: h.mul_(0.7),
+    "add kept": lambda h, kept: h.add_(kept.detach() * 0.5),
+    "residual": lambda h, kept: h.add_(kept),
+    "slice": lambda h, kept: h[..., :4].fill_(0.25),
+    "kept": lambda h, kept: kept.mul_(1.5),
+    "clamp_": lambda h, kept: h.clamp_(-3, 3),
+}
+#: Views of h, and what is read through them.
+_VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "flat": lambda h: h.flatten()[: h.numel()].view(h.shape),
+    "transposed": lambda h: (h.mT * 1.1).mT,
+    "swapped": lambda h: h.transpose(0, -1).contiguous().transpose(0, -1),
+    "halves": lambda h: torch.cat([*h.chunk(2, -1)][::-1], -1),
+    "view": lambda h: h.reshape(h.shape)[:],
+    "view as": lambda h: h.view_as(h),
+    "half acts": lambda h: torch.cat([F.gelu(h.chunk(2, -1)[0]), h.chunk(2, -1)[1].relu()], -1),
+}
+
+
 def _edit(block: Steps, frame: Frame, how: str, name: str) -> None:
-    h = frame.h
-    if how == "+=":
-        h += 0.1
-    elif how == "mul_":
-        h.mul_(0.7)
-    elif how == "add_":
-        h.add_(frame.alike(name).detach() * 0.5)
-    elif how == "residual":
-        h += frame.alike(name)
-    elif how == "slice":
-        h[..., :4] = 0.25
-    elif how == "kept":
-        frame.alike(name).mul_(1.5)
-    else:
-        h.clamp_(-3, 3)
+    _EDITS[how](frame.h, frame.alike(name))
 
 
 def _view(block: Steps, frame: Frame, how: str) -> None:
-    h = frame.h
-    if how == "flat":
-        frame.h = h.flatten()[: h.numel()].view(h.shape)
-    elif how == "transposed":
-        frame.h = (h.mT * 1.1).mT
-    elif how == "swapped":
-        frame.h = h.transpose(0, -1).contiguous().transpose(0, -1)
-    elif how == "halves":
-        a, b = h.chunk(2, -1)
-        frame.h = torch.cat([b, a], -1)
-    elif how == "view":
-        frame.h = h.reshape(h.shape)[:]
-    elif how == "view as":
-        frame.h = h.view_as(h)
-    else:
-        a, b = h.chunk(2, -1)
-        frame.h = torch.cat([F.gelu(a), b.relu()], -1)
+    frame.h = _VIEWS[how](frame.h)
 
 
 def _detach(block: Steps, frame: Frame, how: str) -> None:
@@ -327,8 +291,7 @@ def _branch(block: Steps, frame: Frame, on: str, then: list[Instruction], other:
 
 
 def _hook(block: Steps, frame: Frame, how: str, name: str) -> None:
-    """Hooks on h; "late" on a value that has been read since."""
-    h = frame.alike(name) if how == "late" else frame.h
+    h = frame.h
     if not h.requires_grad or not torch.is_grad_enabled():
         return
     log = block.log[f"{block.name} {name} {how}"]
@@ -343,26 +306,11 @@ def _hook(block: Steps, frame: Frame, how: str, name: str) -> None:
 
 
 INSTRUCTIONS: dict[str, Callable[..., None]] = {
-    "part": _part,
-    "act": _act,
-    "helper": _help,
-    "dropout": _dropout,
-    "functional norm": _functional_norm,
-    "gate": _gate,
-    "matmul": _matmul,
-    "keep": _keep,
-    "add": _add,
-    "multiply": _multiply,
-    "back": _back,
-    "edit": _edit,
-    "view": _view,
-    "detach": _detach,
-    "no_grad": _without_gradients,
-    "autocast": _autocast,
-    "checkpoint": _checkpoint,
-    "branch": _branch,
-    "hook": _hook,
-}
+    "part": _part, "act": _act, "helper": _help, "dropout": _dropout, "functional norm": _functional_norm,
+    "gate": _gate, "matmul": _matmul, "keep": _keep, "add": _add, "multiply": _multiply, "back": _back,
+    "edit": _edit, "view": _view, "detach": _detach, "no_grad": _without_gradients, "autocast": _autocast,
+    "checkpoint": _checkpoint, "branch": _branch, "hook": _hook,
+}  # fmt: skip
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
@@ -393,8 +341,6 @@ class Program:
         outside: "plain"; "reentrant" or "checkpoint" for a checkpoint around the body; "twice" for two calls, one
             backward pass; "autocast".
         is_second: whether gradients are differentiated once more.
-        example: "same"; "other" rows than the step has; None for a fuse without inputs.
-        is_exact: for ``fuse``.
         x_needs_gradient: whether the input does.
         draw: which of the inputs of this program.
     """
@@ -403,8 +349,6 @@ class Program:
     changes: list[Change] = field(default_factory=list)
     outside: str = "plain"
     is_second: bool = False
-    example: str | None = "same"
-    is_exact: bool = False
     x_needs_gradient: bool = False
     is_image: bool = False
     is_channels_last: bool = False
@@ -417,11 +361,8 @@ class Program:
         self.is_channels_last = self.is_image and rng.random() < 0.2
         self.outside = rng.choices(("plain", "reentrant", "checkpoint", "twice", "autocast"), (12, 1, 1, 1, 1))[0]
         self.is_second = rng.random() < 0.08 and self.outside == "plain"
-        self.example = rng.choices(("same", "other", None), (8, 1, 1))[0]
-        self.is_exact = rng.random() < 0.5
         self.x_needs_gradient = rng.random() < 0.5 or self.outside == "reentrant"
         self.leading = self._shape(rng)
-        self.other_leading = self._shape(rng)
         self.width = rng.choice((16, 32, 48, 64))
         if rng.random() < 0.4:
             self.changes = [self._change(rng) for _ in range(rng.randint(1, 2))]
@@ -436,8 +377,8 @@ class Program:
         kind = rng.choice(("act", "p", "eps", "eval", "eval part", "flag", "class", "global", "freeze", "hook", "bias"))
         return kind, rng.random(), rng.choice(ACT_MODULES), rng.choice((0.0, 0.1, 0.5)), rng.randrange(4)
 
-    def inputs(self, is_example: bool = False) -> Tensor:
-        leading = self.other_leading if is_example and self.example == "other" else self.leading
+    def inputs(self) -> Tensor:
+        leading = self.leading
         generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.draw)
         if not self.is_image:
             return torch.randn(*leading, self.width, generator=generator)
@@ -614,8 +555,7 @@ class _Maker:
             steps.append(("part", name))
             return out
         setattr(block, name, nn.Linear(width, out, bias=rng.random() < 0.7))
-        how = rng.choice(("@", "matmul", "method"))
-        steps.append(("matmul", name, how) if rng.random() < 0.1 else ("part", name))
+        steps.append(("matmul", name) if rng.random() < 0.1 else ("part", name))
         return out
 
     def module(self, block: Steps, steps: list[Instruction], module: nn.Module, what: str = "part") -> None:
@@ -631,28 +571,11 @@ class _Maker:
     def some(self, block: Steps, steps: list[Instruction], width: int) -> int:
         """An instruction or several; what they make the width."""
         kinds = {
-            "layer": 2.0,
-            "layer act": 4.0,
-            "layer act drop": 3.0,
-            "act": 2.0,
-            "drop": 1.5,
-            "norm": 3.0,
-            "norm act": 2.0,
-            "gate": 3.5 if not self.is_image else 0.0,
-            "residual": 1.0,
-            "multiply": 1.0,
-            "edit": 1.0,
-            "view": 1.0,
-            "detach": 0.4,
-            "keep": 1.0,
-            "use": 1.0,
-            "hook": 0.6,
-            "no_grad": 0.4,
-            "autocast": 0.25,
-            "checkpoint": 0.7,
-            "branch": 1.0,
-            "helper": 0.5,
-        }
+            "layer": 2.0, "layer act": 4.0, "layer act drop": 3.0, "act": 2.0, "drop": 1.5, "norm": 3.0,
+            "norm act": 2.0, "gate": 0.0 if self.is_image else 3.5, "residual": 1.0, "multiply": 1.0, "edit": 1.0,
+            "view": 1.0, "detach": 0.4, "keep": 1.0, "use": 1.0, "hook": 0.6, "no_grad": 0.4, "autocast": 0.25,
+            "checkpoint": 0.7, "branch": 1.0, "helper": 0.5,
+        }  # fmt: skip
         kind = self.rng.choices([*kinds], [*kinds.values()])[0]
         if kind == "layer":
             return self.layer(block, steps, width)
@@ -680,15 +603,13 @@ class _Maker:
         elif kind == "gate":
             return self.gate(block, steps, width)
         elif kind == "multiply":
-            steps.append(("multiply", kept, rng.choice(("*", "method", "function"))))
+            steps.append(("multiply", kept))
             if rng.random() < 0.5:
                 return self.layer(block, steps, width)
         elif kind == "edit":
-            steps.append(("edit", rng.choice(("+=", "mul_", "add_", "residual", "slice", "kept", "clamp_")), kept))
+            steps.append(("edit", rng.choice([*_EDITS]), kept))
         elif kind == "view":
-            steps.append(
-                ("view", rng.choice(("flat", "transposed", "swapped", "halves", "view", "view as", "half acts")))
-            )
+            steps.append(("view", rng.choice([*_VIEWS])))
         elif kind == "detach":
             steps.append(("detach", rng.choice(("half", "gate", "clone"))))
         elif kind == "keep":

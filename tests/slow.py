@@ -13,7 +13,7 @@ import pytest
 #: Of a test with more cases so many are not slow.
 MOST = 24
 #: None of these are slow: their cases are quick, or pairs already.
-WHOLE = ("test_architecture", "test_properties")
+WHOLE = ("test_architecture", "test_contracts", "test_messages")
 
 #: Module -> test -> how many of its cases are not slow, where that is another number.
 SLOW: dict[str, dict[str, int]] = {
@@ -47,18 +47,13 @@ SLOW: dict[str, dict[str, int]] = {
         "test_functions_are_accurate_everywhere": 5,
     },
     "test_contexts": {
-        "test_compiled_by_inductor": 0,
-        "test_compiled_without_inductor": 1,
         "test_constants_made_inside_a_context_serve_outside": 2,
+        "test_every_activation_compiles": 1,
         "test_the_first_use_may_be_compiled": 0,
-        "test_whatever_is_passed_compiles": 2,
     },
     "test_conv": {
-        "test_compiled": 1,
-        "test_residuals_have_first_and_second_derivatives": 14,
         "test_strides_are_torchs": 108,
         "test_the_peak_is_lower_by_a_tensor": 0,
-        "test_triton": 6,
     },
     "test_custom": {
         "test_a_bias_may_run_along_another_dimension": 11,
@@ -77,9 +72,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_kinds_and_reasons": 6,
         "test_names_of_the_table": 6,
     },
-    "test_fit": {
-        "test_whole_models": 2,
-    },
     "test_fit_compiled": {
         "test_budgets_hold": 1,
         "test_inductor": 0,
@@ -92,7 +84,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_fuse_training": {
         "test_adapters": 1,
-        "test_several_processes": 0,
     },
     "test_functional": {
         "test_first_and_second_derivatives": 12,
@@ -109,22 +100,14 @@ SLOW: dict[str, dict[str, int]] = {
     "test_invertible_layers": {
         "test_peak_memory_does_not_grow_with_depth": 0,
     },
-    "test_layers": {
-        "test_from_modules_refuses": 60,
+    "test_memory_report": {
+        "test_compiled_code_is_one_operation_and_its_backward_pass_is_followed": 0,
     },
     "test_mlp": {
-        "test_backward_makes_the_same_mask_again": 2,
-        "test_compiled_whole": 3,
         "test_masks_do_not_depend_on_what_needs_a_gradient": 1,
         "test_never_more_than_eager_is_kept": 5,
         "test_the_peak_through_forward_and_backward": 1,
         "test_the_peak_where_few_rows_meet_large_weights": 2,
-    },
-    "test_mlp_triton": {
-        "test_gradients": 3,
-        "test_trainable_activations": 2,
-        "test_twice_and_with_the_graph_kept": 2,
-        "test_what_is_not_asked_for": 1,
     },
     "test_models": {
         "test_losses_and_gradients": 3,
@@ -175,17 +158,11 @@ SLOW: dict[str, dict[str, int]] = {
         "test_gradient_given_the_output": 9,
         "test_layouts": 5,
         "test_special_float32_numbers": 8,
-        "test_two_runs_agree_to_the_last_bit": 1,
-        "test_what_lies_outside_does_not_count": 12,
     },
     "test_triton_operands": {
         "test_functions_without_parameters": 2,
         "test_layouts": 2,
-        "test_modules_in_convolutional_networks": 3,
-        "test_torchs_activations_inside_of_a_function": 4,
         "test_trainable_functions": 2,
-        "test_trainable_functions_in_layers": 3,
-        "test_two_runs_agree_to_the_last_bit": 1,
         "test_what_lies_outside_does_not_count": 5,
     },
 }

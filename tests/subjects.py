@@ -1,15 +1,21 @@
-"""What the property tests run on: each kind of layer with its input, and the same in plain PyTorch."""
+"""What the contracts are tested on: each kind of layer with its input, the same in PyTorch and in float64, and the
+activations."""
 
+import contextlib
 import copy
+import gc
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
+from fusedlayers.utils.storages import sizes_of
 
 
 class BiasAct(nn.Module):
@@ -24,6 +30,41 @@ class BiasAct(nn.Module):
         return fl.bias_act(input, self.bias, self.activation, **self.options)
 
 
+class WithResidual(nn.Module):
+    """``fl.dense_bias_act`` or ``fl.conv_bias_act``, to whose product the input is added."""
+
+    def __init__(self, function: Callable[..., Tensor], layer: nn.Module, activation: Any, **options: Any) -> None:
+        super().__init__()
+        self.function, self.layer, self.activation, self.options = function, layer, activation, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, self.layer.weight, self.layer.bias, self.activation, residual=x, **self.options)
+
+
+class Sine(nn.Module):
+    def forward(self, z: Tensor) -> Tensor:
+        return torch.sin(z)
+
+
+class Block(nn.Module):
+    """A norm and an MLP of PyTorch's modules; ``once``: its forward pass is a region of ``save_once``."""
+
+    #: The modules that compute what the functions and names of ``ACTIVATIONS`` do.
+    KINDS: ClassVar[dict[Any, type[nn.Module]]] = {
+        "tanh": nn.Tanh, "gelu": nn.GELU, F.silu: nn.SiLU, torch.sin: Sine, None: nn.Identity,
+    }  # fmt: skip
+
+    def __init__(self, activation: Any, once: bool = False) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 40), nn.Linear(40, 7)
+        self.activation = activation if isinstance(activation, nn.Module) else self.KINDS[activation]()
+        self.once = once
+
+    def forward(self, x: Tensor) -> Tensor:
+        with fl.save_once(self) if self.once else contextlib.nullcontext():
+            return self.down(self.activation(self.up(self.norm(x))))
+
+
 class Subject(NamedTuple):
     """A kind of layer.
 
@@ -35,16 +76,20 @@ class Subject(NamedTuple):
     shape: tuple[int, ...]
     eager: Callable[[Any, Callable[[Tensor], Tensor], Tensor], Tensor]
     #: How many numbers the activation's input has, or those of a gate.
-    hidden: Callable[[Any, Tensor], int]
-
-    def input(self, dtype: torch.dtype = torch.float32, *, trains: bool = True, seed: int = 0) -> Tensor:
-        x = torch.randn(self.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
-        return x.requires_grad_(trains)
+    hidden: int
 
 
-def _conv(m: Any, x: Tensor) -> Tensor:
+def _dense(m: Any, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return act(F.linear(x, m.weight, m.bias))
+
+
+def _conv(m: Any, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     call = (F.conv1d, F.conv2d, F.conv3d)[m.weight.dim() - 3]
-    return call(x, m.weight, m.bias, m.stride, m.padding, m.dilation, m.groups)
+    return act(call(x, m.weight, m.bias, m.stride, m.padding, m.dilation, m.groups))
+
+
+def _residual(m: Any, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return act(m.layer(x) + x)
 
 
 def _mlp(m: Any, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -60,65 +105,66 @@ def _packed(m: Any, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     return m.down_proj(act(gate) * up)
 
 
-def _rows(x: Tensor) -> int:
-    return x.numel() // x.shape[-1]
+def _block(m: Any, act: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return m.down(act(m.up(m.norm(x))))
 
+
+def _fused_block(activation: Any, save: str = "auto") -> nn.Module:
+    block = Block(activation)
+    fl.fuse(block)
+    return block
+
+
+_padded = partial(fl.conv_bias_act, padding=1)
 
 SUBJECTS: dict[str, Subject] = {
-    "dense": Subject(
-        lambda act, **options: fl.FusedDenseAct(12, 40, act, **options),
-        (30, 12),
-        lambda m, act, x: act(F.linear(x, m.weight, m.bias)),
-        lambda m, x: 40 * _rows(x),
-    ),
-    "dense, three dimensions": Subject(
-        lambda act, **options: fl.FusedDenseAct(12, 40, act, bias=False, **options),
-        (5, 6, 12),
-        lambda m, act, x: act(F.linear(x, m.weight)),
-        lambda m, x: 40 * _rows(x),
+    "dense": Subject(partial(fl.FusedDenseAct, 12, 40), (30, 12), _dense, 1200),
+    "dense, three dimensions": Subject(partial(fl.FusedDenseAct, 12, 40, bias=False), (5, 6, 12), _dense, 1200),
+    "dense with a residual": Subject(
+        lambda act, **options: WithResidual(fl.dense_bias_act, nn.Linear(40, 40), act, **options),
+        (30, 40),
+        _residual,
+        1200,
     ),
     "conv": Subject(
         lambda act, **options: fl.FusedConvAct2d(3, 8, 3, stride=2, padding=1, activation=act, **options),
         (4, 3, 11, 11),
-        lambda m, act, x: act(_conv(m, x)),
-        lambda m, x: 4 * 8 * 36,
+        _conv,
+        4 * 8 * 36,
     ),
     "conv, one dimension": Subject(
         lambda act, **options: fl.FusedConvAct1d(4, 8, 3, groups=2, padding="same", activation=act, **options),
         (4, 4, 50),
-        lambda m, act, x: act(_conv(m, x)),
-        lambda m, x: 4 * 8 * 50,
+        _conv,
+        4 * 8 * 50,
+    ),
+    "conv, three dimensions": Subject(
+        lambda act, **options: fl.FusedConvAct3d(2, 4, 3, padding=1, bias=False, activation=act, **options),
+        (2, 2, 5, 4, 3),
+        _conv,
+        2 * 4 * 60,
+    ),
+    "conv with a residual": Subject(
+        lambda act, **options: WithResidual(_padded, nn.Conv1d(8, 8, 3, padding=1), act, **options),
+        (4, 8, 50),
+        _residual,
+        4 * 8 * 50,
     ),
     "bias": Subject(
-        lambda act, **options: BiasAct(act, 40, **options),
-        (30, 40),
-        lambda m, act, x: act(x + m.bias),
-        lambda m, x: x.numel(),
+        lambda act, **options: BiasAct(act, 40, **options), (30, 40), lambda m, act, x: act(x + m.bias), 1200
     ),
     "bias along channels": Subject(
         lambda act, **options: BiasAct(act, 8, dim=1, **options),
         (4, 8, 9, 9),
         lambda m, act, x: act(x + m.bias[:, None, None]),
-        lambda m, x: x.numel(),
+        4 * 8 * 81,
     ),
-    "activation": Subject(
-        lambda act, **options: BiasAct(act, **options), (30, 40), lambda m, act, x: act(x), lambda m, x: x.numel()
-    ),
-    "mlp": Subject(
-        lambda act, **options: fl.FusedMLP(12, 40, 7, act, **options), (30, 12), _mlp, lambda m, x: 40 * _rows(x)
-    ),
-    "gated mlp": Subject(
-        lambda act, **options: fl.FusedGatedMLP(12, 40, 7, act, bias=True, **options),
-        (5, 6, 12),
-        _gated,
-        lambda m, x: 2 * 40 * _rows(x),
-    ),
-    "packed gated mlp": Subject(
-        lambda act, **options: fl.FusedGatedMLP(12, 40, 7, act, bias=True, packed=True, **options),
-        (30, 12),
-        _packed,
-        lambda m, x: 2 * 40 * _rows(x),
-    ),
+    "activation": Subject(BiasAct, (30, 40), lambda m, act, x: act(x), 1200),
+    "mlp": Subject(partial(fl.FusedMLP, 12, 40, 7), (30, 12), _mlp, 1200),
+    "gated mlp": Subject(partial(fl.FusedGatedMLP, 12, 40, 7, bias=True), (5, 6, 12), _gated, 2400),
+    "packed gated mlp": Subject(partial(fl.FusedGatedMLP, 12, 40, 7, bias=True, packed=True), (30, 12), _packed, 2400),
+    "block, fused": Subject(_fused_block, (30, 12), _block, 1200),
+    "block, saved once": Subject(lambda act, save="auto": Block(act, once=True), (30, 12), _block, 1200),
 }
 
 
@@ -150,8 +196,9 @@ ACTIVATIONS: dict[str, Callable[[], Any]] = {
 
 
 class Twins(NamedTuple):
-    """A layer, the same computed by PyTorch, and in float64."""
+    """A layer, the same computed by PyTorch, and in float64; ``wrap`` is applied to the activation of the others."""
 
+    name: str
     subject: Subject
     own: Any
     eager: Callable[[Tensor], Tensor]
@@ -159,30 +206,49 @@ class Twins(NamedTuple):
     sources: list[Tensor]
     exact_sources: list[Tensor]
     dtype: torch.dtype
+    device: torch.device | None
     modules: tuple[nn.Module, ...]
 
     @classmethod
-    def of(cls, name: str, activation: str, dtype: torch.dtype = torch.float32, **options: Any) -> "Twins":
+    def of(
+        cls,
+        name: str,
+        activation: str,
+        dtype: torch.dtype = torch.float32,
+        wrap: Callable[[Any], Any] = lambda act: act,
+        device: torch.device | None = None,
+        **options: Any,
+    ) -> "Twins":
         subject = SUBJECTS[name]
         torch.manual_seed(0)
-        own = subject.make(ACTIVATIONS[activation](), **options).to(dtype)
+        own = subject.make(ACTIVATIONS[activation](), **options).to(device, dtype)
         other, exact = copy.deepcopy(own), copy.deepcopy(own).double()
         for parameter, (key, _) in zip(own.parameters(), list(other.named_parameters()), strict=True):
             path, _, last = key.rpartition(".")
             setattr(other.get_submodule(path), last, parameter)
+        for module in (other, exact):
+            fl.unfuse(module)
         return cls(
+            name,
             subject,
             own,
-            lambda x: subject.eager(other, resolve(other.activation).plain, x),
-            lambda x: subject.eager(exact, resolve(exact.activation).plain, x),
+            lambda x: subject.eager(other, wrap(resolve(other.activation).plain), x),
+            lambda x: subject.eager(exact, wrap(resolve(exact.activation).plain), x),
             list(own.parameters()),
             list(exact.parameters()),
             dtype,
+            device,
             (own, other, exact),
         )
 
-    def input(self, **options: Any) -> Tensor:
-        return self.subject.input(self.dtype, **options)
+    @property
+    def is_block(self) -> bool:
+        """Whether it is a model of PyTorch's modules, which ``save`` says nothing of."""
+        return self.name.startswith("block")
+
+    def input(self, *, trains: bool = True, seed: int = 0) -> Tensor:
+        x = torch.randn(self.subject.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        return x.to(self.device, self.dtype).requires_grad_(trains)
 
     def gradients(self, call: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:
         """The result, and the gradients of x and of the parameters."""
@@ -207,5 +273,17 @@ def assert_as_exact(
     for number, (one, other, right) in enumerate(zip(ours, eager, exact, strict=True)):
         assert one.dtype is other.dtype and one.shape == other.shape
         norm = float(right.norm())
-        error, torchs = (float((t.double() - right).norm()) for t in (one, other))
+        error, torchs = (float((t.detach().double() - right).norm()) for t in (one, other))
         assert error <= 2 * torchs + (floor + 1e-6) * norm, number
+
+
+def living_bytes(run: Callable[[], Tensor], own: Sequence[Tensor]) -> int:
+    """The bytes of all storages that are alive after the forward pass, over those before, without the result's."""
+    tracking = pytest.importorskip("torch.distributed._tools.mem_tracker")
+    tracker = tracking.MemTracker()
+    tracker.track_external(*own)
+    with tracker:
+        y = run()
+        gc.collect()
+        (device,) = tracker.get_tracker_snapshot("current").values()
+    return int(device["Total"]) - sum(sizes_of(own).values()) - y.untyped_storage().nbytes()

@@ -2,26 +2,22 @@
 
 import functools
 import math
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from reference import all_values, check_gates, derivative, steps, ulp
+from test_overhead import entered
 from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers import backends
-from fusedlayers.activations import Activation, resolve, rows, upcast
+from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.backends import GradientRequest, cpu
-from fusedlayers.backends.cpu import elementwise, loops
+from fusedlayers.backends.cpu import loops
 from fusedlayers.derivative import branch_bit
-from fusedlayers.derivative.folded import INVERSE_TOLERANCE
-from fusedlayers.derivative.polynomial import PRECISIONS
 from fusedlayers.memory import peak_bytes
 from fusedlayers.ops.gate import gate_act
 from fusedlayers.utils.layout import is_dense
@@ -41,11 +37,6 @@ def _inputs() -> Tensor:
     sizes = torch.logspace(-44.8, 38.5, 40_001, dtype=torch.float64).float()
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])
     return torch.cat([torch.linspace(-16, 16, 200_001), *near, sizes, -sizes, special])
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return torch.where(tensor.isnan(), torch.nan, tensor).view(integer)  # one NaN is as good as another
 
 
 @pytest.fixture(autouse=True)
@@ -81,20 +72,6 @@ def test_a_look_at_the_layout_is_torchs_own_and_allocates_nothing() -> None:
     for view in views:
         assert is_dense(view) == (torch.empty_like(view).stride() == view.stride())
         assert peak_bytes(is_dense, view) == 0
-
-
-@every_activation
-@every_dtype
-def test_bias_act_writes_where_it_is_told(activation: Activation, dtype: torch.dtype) -> None:
-    z, b = torch.randn(30, 40).to(dtype), torch.randn(40).to(dtype)
-    encode = dtype is not torch.float64
-    before = z.clone(), b.clone()
-    new = cpu.bias_act(z, b, activation, dim=-1, encode=encode, out=None)
-    assert torch.equal(z, before[0]) and torch.equal(b, before[1]) and new.data_ptr() != z.data_ptr()
-    other = torch.full_like(z, math.nan)
-    assert cpu.bias_act(z, b, activation, dim=-1, encode=encode, out=other) is other
-    assert cpu.bias_act(z, b, activation, dim=-1, encode=encode, out=z) is z
-    assert torch.equal(_bits(other), _bits(new)) and torch.equal(_bits(z), _bits(new))
 
 
 def _gradient(
@@ -136,25 +113,6 @@ def test_gradient_writes_where_it_is_told(activation: Activation, dtype: torch.d
 # --- what a short call costs ------------------------------------------------------------------------------------------
 
 
-def _functions_entered(call: Callable[[], object]) -> list[str]:
-    """The package's functions that a warm call enters; to Python 3.11 comprehensions are functions too."""
-    root, entered = str(Path(fl.__file__).parent), []
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            entered.append(frame.f_code.co_name)
-
-    call()
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        call()
-    finally:
-        sys.setprofile(before)
-    return entered
-
-
-#: Of the forward pass with the branch bit, of the gradient from the output, of a layer without gradients.
 @pytest.mark.parametrize("parameters", [(1.0, 1.0), (3.0, 2.0), (-1.0, 20.0), (2.0, 20.0), (0.5, 16.0)], ids=str)
 def test_softplus_of_all_parameters(parameters: tuple[float, float]) -> None:
     """Where its straight part overlaps the curved one the loops do not have it."""
@@ -173,6 +131,7 @@ def test_softplus_of_all_parameters(parameters: tuple[float, float]) -> None:
         torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5)
 
 
+#: Of the forward pass with the branch bit, and of the gradient from the output.
 MOST_FUNCTIONS = {
     **dict.fromkeys(["gelu", "silu", "mish", "quick_gelu", "gelu_tanh"], (7, 8)),
     **dict.fromkeys(["relu", "tanh", "sigmoid", "elu", "leaky_relu"], (6, 6)),
@@ -192,8 +151,9 @@ def test_a_short_call_decides_little(name: str, dtype: torch.dtype) -> None:
         lambda: _gradient_of_output(z, y, activation),
     )
     for call, most in zip(calls, MOST_FUNCTIONS[name], strict=True):
-        entered = _functions_entered(call)
-        assert 1 <= len(entered) <= most, entered
+        call()
+        names = entered(call)
+        assert 1 <= len(names) <= most, names
 
 
 def _gradient_of_output(dy: Tensor, y: Tensor, activation: Activation) -> object:
@@ -250,30 +210,6 @@ def test_tables_hold_the_derivative(activation: Activation, dtype: torch.dtype, 
     assert bool((error <= (1.0 if activation.name == "sigmoid" else 0.51) * unit + 1e-6).all())
 
 
-# --- chunks -----------------------------------------------------------------------------------------------------------
-
-
-@every_activation
-@every_dtype
-def test_results_do_not_depend_on_threads(activation: Activation, dtype: torch.dtype) -> None:
-    z, dy = _inputs().to(dtype), torch.randn(len(_inputs())).to(dtype)
-    results = []
-    before = torch.get_num_threads()
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            y = cpu.bias_act(z, None, activation, dim=-1, encode=dtype is not torch.float64, out=None)
-            given = "input" if activation.output_refusal(dtype) is not None else "output"
-            saved = z if given == "input" else y
-            dz, _ = _gradient(dy, saved, activation, given)
-            results.append((y, dz))
-    finally:
-        torch.set_num_threads(before)
-    for one, two in zip(*results, strict=True):
-        # Vectorised and scalar code, which share the work in another way, may round differently: by this much.
-        torch.testing.assert_close(one, two, rtol=4 * torch.finfo(dtype).eps, atol=1e-6, equal_nan=True)
-
-
 # --- folded activations in float32 ------------------------------------------------------------------------------------
 
 
@@ -296,31 +232,6 @@ def test_the_forward_pass_sets_the_bits_that_encode_sets(activation: Activation)
     moderate = (z.abs() < 8)[real]
     assert float(errors[0][moderate].max()) <= 2 * float(errors[1][moderate].max()) + 1
     assert float(errors[0].max()) <= 2 * float(errors[1].max()) + 1
-
-
-@every_folded
-def test_the_derivative_is_the_polynomials(activation: Activation) -> None:
-    folded = activation.folded_derivative()
-    assert folded is not None
-    y = activation.encoded(_inputs(), torch.float32)
-    if activation.name != "hardswish":  # whose derivative jumps where its outputs end
-        y = torch.cat([y, -torch.logspace(-44.8, math.log10(-folded.fold.extremum), 20_001)])
-    y = y[y.isfinite()]
-    quick = _slope(activation, y)
-    slow = folded(y.double(), branch_bit.decode(y, torch.float32))
-    # The line between two of the table's nodes, and float32's rounding, may err as much again as the fit.
-    error = (quick.double() - slow).abs()
-    assert float(error.max()) <= 2 * PRECISIONS[torch.float32].tolerance
-
-
-@every_folded
-def test_the_derivative_leaves_its_argument_alone_and_keeps_nan(activation: Activation) -> None:
-    y = activation.encoded(torch.tensor([-1.0, 2.0, math.nan, math.inf, -3.0]), torch.float32)
-    before = y.clone()
-    slope = _slope(activation, y)
-    assert torch.equal(_bits(y), _bits(before))
-    assert slope.isnan().tolist() == [False, False, True, False, False]
-    assert float(slope[3]) == pytest.approx(1.0, abs=1e-6)
 
 
 @every_folded
@@ -354,22 +265,6 @@ every_invertible = pytest.mark.parametrize("activation", INVERTIBLE, ids=str)
 
 
 @pytest.mark.parametrize("activation", [a for a in INVERTIBLE if a.is_folded], ids=str)
-def test_the_inverse_is_the_polynomials(activation: Activation) -> None:
-    fitted = activation.fitted_inverse()
-    assert fitted is not None
-    z = torch.cat([_inputs(), 2 * torch.randn(200_000)])
-    y = activation.encoded(z, torch.float32)
-    # All of the falling branch's tail, as far as its outputs are told apart and further.
-    y = torch.cat([y, -torch.logspace(-44.8, math.log10(-fitted.fold.extremum), 40_001)])
-    y = y[y.isfinite()]
-    quick = cpu.inverse(y, activation, None)
-    slow = fitted(y.double(), branch_bit.decode(y, torch.float32))
-    # The line between two of the table's nodes may err as much as the fit, and float32's rounding comes on top.
-    size = slow.abs().clamp_min(1.0)
-    assert float(((quick.double() - slow).abs() / size).max()) <= INVERSE_TOLERANCE + 2 * 2.0**-24
-
-
-@pytest.mark.parametrize("activation", [a for a in INVERTIBLE if a.is_folded], ids=str)
 def test_the_inverse_is_the_input_as_nearly_as_outputs_tell_it(activation: Activation) -> None:
     fold = activation.fold
     assert fold is not None
@@ -382,24 +277,6 @@ def test_the_inverse_is_the_input_as_nearly_as_outputs_tell_it(activation: Activ
     floor = (4 * unit / 0.25).sqrt()
     known = torch.minimum(2 * unit / slope.clamp_min(1e-30), floor.clamp_min(2e-4))
     assert bool((error <= 2 * known + 4e-7 * z.double().abs().clamp_min(1.0)).all())
-
-
-@every_invertible
-@every_dtype
-def test_the_inverse_is_the_rows(activation: Activation, dtype: torch.dtype) -> None:
-    if activation.is_folded and dtype is not torch.float32:
-        return
-    special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan], dtype=dtype)
-    y = activation.encoded(upcast((2 * torch.randn(4000)).to(dtype)), dtype).to(dtype)
-    y = torch.cat([special, y])
-    expected = activation.input_given_output(upcast(y), dtype).to(dtype)
-    found = cpu.inverse(y, activation, None)
-    if not activation.is_folded:
-        assert torch.equal(_bits(found), _bits(expected))
-        return
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
-    assert abs(found[0]) < 4e-7 and found[1] < -9  # of -0.0 any input whose output underflows
-    assert found[2:4].tolist() == [math.inf, -math.inf] and bool(found[4].isnan())
 
 
 @every_invertible
@@ -450,48 +327,7 @@ def test_the_inverse_over_its_output_takes_chunks_only(name: str) -> None:
     assert peak_bytes(cpu.inverse, y, activation, y) < 0.2 * y.nbytes
 
 
-@pytest.mark.parametrize("name", ["silu", "elu"])
-def test_the_inverse_is_the_same_on_any_threads(name: str) -> None:
-    activation = resolve(name)
-    y = cpu.bias_act(2 * torch.randn(200_003), None, activation, dim=-1, encode=True, out=None)
-    before, results = torch.get_num_threads(), []
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        results.append(cpu.inverse(y, activation, None))
-    torch.set_num_threads(before)
-    torch.testing.assert_close(*results, rtol=4 * 2.0**-24, atol=1e-7)
-
-
 # --- NaN --------------------------------------------------------------------------------------------------------------
-
-
-@every_activation
-@every_dtype
-@pytest.mark.parametrize("features", [3, 300], ids=["small", "large"])
-def test_every_path_keeps_nan(activation: Activation, dtype: torch.dtype, features: int) -> None:
-    x, w = torch.ones(200, 40).to(dtype), torch.ones(features, 40).to(dtype)
-    x[7, 3] = math.nan
-    b = torch.zeros(features).to(dtype)
-    y, z = cpu.bias_act(F.linear(x, w, b), None, activation, dim=-1, encode=False, out=None), F.linear(x, w)
-    # With AMX, oneDNN's bfloat16 matmul spreads it to the row before (torch 2.11).
-    spread = z.isnan().any(1)
-    assert torch.equal(y.isnan().any(1), spread) and spread[7] and spread.sum() <= 2
-    for encode in (True, False):
-        if encode and dtype is torch.float64:
-            continue
-        y = cpu.bias_act(z.clone(), b, activation, dim=-1, encode=encode, out=None)
-        assert torch.equal(y.isnan().all(1), spread)
-
-
-def test_the_caches_hold_one_kernel_per_dtype() -> None:
-    elementwise.forward_kernel.cache_clear()
-    elementwise.gradient_kernel.cache_clear()
-    z = torch.randn(1000, dtype=torch.bfloat16)
-    for _ in range(3):
-        y = cpu.bias_act(z, None, resolve("gelu"), dim=-1, encode=True, out=None)
-        _gradient(y, y, resolve("gelu"), "output")
-    assert elementwise.forward_kernel.cache_info().currsize == 1
-    assert elementwise.gradient_kernel.cache_info().currsize == 1
 
 
 P, Q = torch.tensor(0.7), torch.tensor(-0.3)

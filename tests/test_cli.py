@@ -24,11 +24,6 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=120)
 
 
-def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--help"]) == 0
-    assert "demo" in capsys.readouterr().out
-
-
 def test_without_a_command_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     out, error = capsys.readouterr()
@@ -40,13 +35,6 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"fusedlayers {fl.__version__}\n"
 
 
-def test_demo_help_lists_activations_and_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["demo", "--help"]) == 0
-    words = set(capsys.readouterr().out.replace(",", " ").split())
-    assert {*ACTIVATIONS, "--activation", "--out", "fusedlayers-demo.png)"} <= words
-    assert str(demo.DEFAULTS["cpu"]["steps"]) in words
-
-
 def test_python_m_runs_the_same_command_and_imports_nothing_heavy() -> None:
     done = python("-W", "error", "-X", "importtime", "-m", "fusedlayers", "--help")
     assert done.returncode == 0, done.stderr
@@ -54,12 +42,6 @@ def test_python_m_runs_the_same_command_and_imports_nothing_heavy() -> None:
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "torch" in imported  # or the line above reads the wrong column
     assert not {"rich", "matplotlib"} & imported
-
-
-def test_python_m_passes_the_exit_code_on() -> None:
-    done = python("-m", "fusedlayers", "demo", "--steps", "0")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
 
 
 def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
@@ -150,12 +132,6 @@ def unread() -> Iterator[None]:
         yield
 
 
-def test_nobody_reads_the_help(capsys: pytest.CaptureFixture[str]) -> None:
-    with unread():
-        assert main(["--help"]) == cli.BROKEN_PIPE
-    assert capsys.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("size", [10, 100_000])  # what is buffered, and what is written at once
 def test_nobody_reads_what_a_command_prints(
     size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -164,9 +140,3 @@ def test_nobody_reads_what_a_command_prints(
     with unread():
         assert main([]) == cli.BROKEN_PIPE == 128 + signal.SIGPIPE
     assert capsys.readouterr() == ("", "")
-
-
-def test_the_demo_passes_a_broken_pipe_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "compare", raising(BrokenPipeError()))
-    monkeypatch.setattr(os, "dup2", lambda *files: None)
-    assert main(["demo", "--steps", "1"]) == cli.BROKEN_PIPE

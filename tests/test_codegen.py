@@ -13,12 +13,11 @@ from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve
 from fusedlayers.activations.tracing import NotPointwise, trace
-from fusedlayers.derivative.polynomial import interpolate
 
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  # after the line that skips without it
 
-from fusedlayers.backends.triton import codegen, device, fitted, special  # noqa: E402  # only with Triton
+from fusedlayers.backends.triton import codegen, device, special  # noqa: E402  # only with Triton
 
 pytestmark = pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)
 
@@ -87,61 +86,6 @@ def test_every_row_prints_a_readable_function(activation: Activation) -> None:
         used = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
         assert len(set(targets)) == len(targets) and set(targets) <= used
         codegen.compile_function(text)
-
-
-def test_short_functions_look_as_one_would_write_them() -> None:
-    def text(name: str, role: Any, given: str) -> list[str]:
-        return codegen.source(resolve(name), role, given=given, dtype=torch.float32).splitlines()
-
-    assert text("softsign", "forward", "input") == [
-        "def softsign_forward(z, operand_ptr, channel, channels):",
-        "    t2 = z / (tl.abs(z) + 1)",
-        "    return t2",
-    ]
-    assert text("tanh", "gradient", "output") == [
-        "def tanh_gradient(dy, y, operand_ptr, channel, channels):",
-        "    t2 = dy * (1 - y * y)",
-        "    return (t2,)",
-    ]
-    assert text("softsign", "inverse", "output") == [
-        "def softsign_inverse(y, operand_ptr, channel, channels):",
-        "    t2 = y / (1 - tl.abs(y))",
-        "    return t2",
-    ]
-    assert text("identity", "gradient", "input") == [
-        "def identity_gradient(dy, z, operand_ptr, channel, channels):",
-        "    return (dy,)",
-    ]
-
-
-def test_functions_are_shared_where_the_dtype_does_not_show() -> None:
-    def function(name: str, role: Any, given: str, dtype: torch.dtype) -> Any:
-        return codegen.device_function(resolve(name), role, given=given, dtype=dtype)
-
-    half, single = torch.bfloat16, torch.float32
-    assert function("tanh", "forward", "output", half) is function("tanh", "forward", "output", single)
-    assert function("silu", "forward", "input", half) is function("silu", "forward", "input", single)
-    assert function("gelu", "gradient", "input", half) is function("gelu", "gradient", "input", single)
-    assert function("gelu", "forward", "input", half) is not function("gelu", "forward", "input", single)
-    assert function("elu", "inverse", "output", half) is function("elu", "inverse", "output", single)
-    assert function("gelu", "forward", "output", half) is not function("gelu", "forward", "output", single)
-    assert function("gelu", "forward", "output", half) is not function("gelu", "forward", "input", half)
-
-
-@pytest.mark.parametrize(
-    ("function", "operation"),
-    [
-        (torch.special.airy_ai, "airy_ai"),
-        (lambda z: torch.exp(z) + torch.igamma(torch.ones_like(z), z), "igamma"),
-        (lambda z: torch.softmax(z, -1), "softmax"),
-        (lambda z: z - z.mean(), "mean"),
-        (lambda z: z.cumsum(0), "cumsum"),
-    ],
-    ids=["airy_ai", "igamma", "softmax", "mean", "cumsum"],
-)
-def test_what_cannot_be_printed_is_refused_by_name(function: Function, operation: str) -> None:
-    with pytest.raises(NotPointwise, match=operation):
-        printed(function)
 
 
 # --- operations -------------------------------------------------------------------------------------------------------
@@ -237,24 +181,6 @@ def test_16_bit_results_err_by_their_rounding(dtype: torch.dtype) -> None:
 
 def test_every_operation_has_a_case() -> None:
     assert set(OPERATIONS) == set(codegen._TEMPLATES)
-
-
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_operations_compute_what_atens_do(name: str) -> None:
-    function = OPERATIONS[name]
-    assert name in {operation.op for operation in trace(function).operations}
-    inf = float("inf")
-    x = torch.cat([torch.linspace(-6, 6, 2001), torch.tensor([1.5, -1.5, 0.0, -0.0, 1e-30, -1e-30, inf, -inf])])
-    if name not in ("sign", "softshrink_backward"):  # which torch's own kernels take for 0, or for the gradient
-        x = torch.cat([x, torch.tensor([float("nan")])])
-    y, expected = apply(printed(function), x), function(x)
-    torch.testing.assert_close(y, expected, rtol=2e-6, atol=4e-7, equal_nan=True)
-
-
-def test_sums_that_begin_and_end_with_a_call_get_their_parentheses() -> None:
-    x = torch.linspace(-3, 3, 100)
-    for function in (lambda z: (torch.abs(z) + torch.exp(z)) * z, lambda z: z - (torch.sin(z) - torch.cos(z))):
-        torch.testing.assert_close(apply(printed(function), x), function(x))
 
 
 def test_constants_are_printed_as_what_they_are() -> None:
@@ -377,72 +303,38 @@ def test_functions_of_torch_and_their_derivatives(name: str, role: str) -> None:
     assert bool(((y == torchs) | ((y - exact).abs() <= allowed) | torchs.isnan()).all())
 
 
-@pytest.mark.parametrize(
-    ("function", "message"),
-    [
-        (torch.lgamma, "lgamma has no"),
-        (torch.acos, "acos has no"),
-        (lambda z: torch.div(z, 0.7, rounding_mode="floor"), "div with rounding_mode has no"),
-        (lambda z: torch.exp(z.double()).float(), "cast to torch.float64 has no"),
-        (lambda z: torch.pow(z.int(), 3).float(), "pow in torch.int32 has no"),
-        (lambda z: (z.int() // 3).float(), "floor_divide in torch.int32 has no"),
-        (lambda z: torch.polygamma(2, z), "polygamma has no"),
-        (lambda z: torch.complex(z, z).abs(), "complex"),
-        (lambda z: torch.nextafter(z, torch.ones_like(z)), "nextafter has no"),
-        (lambda z: torch.special.zeta(torch.full_like(z, 2.0), z), "special_zeta has no"),
-        (lambda z: torch.special.bessel_j0(z), "special_bessel_j0 has no"),
-        (lambda z: torch.frexp(z)[0], "frexp is not pointwise"),
-        (lambda z: F.rrelu(z, training=True), "rrelu_with_noise"),
-    ],
-    ids=[
-        "lgamma",
-        "acos",
-        "floor",
-        "double",
-        "int power",
-        "int division",
-        "polygamma",
-        "complex",
-        "nextafter",
-        "zeta",
-        "j0",
-        "frexp",
-        "rrelu",
-    ],
-)
-def test_what_stays_unsupported_is_refused_by_name(function: Function, message: str) -> None:
+UNSUPPORTED: dict[str, Function] = {
+    "lgamma has no": torch.lgamma,
+    "acos has no": torch.acos,
+    "airy_ai": torch.special.airy_ai,
+    "fmod has no": lambda z: torch.div(z, 0.7, rounding_mode="floor"),
+    "cast to torch.float64 has no": lambda z: torch.exp(z.double()).float(),
+    "pow in torch.int32 has no": lambda z: torch.pow(z.int(), 3).float(),
+    "a rounded division of integers": lambda z: (z.int() // 3).float(),
+    "complex": lambda z: torch.complex(z, z).abs(),
+    "frexp is not pointwise": lambda z: torch.frexp(z)[0],
+    "softmax": lambda z: torch.softmax(z, -1),
+    "mean": lambda z: z - z.mean(),
+    "rrelu_with_noise": lambda z: F.rrelu(z, training=True),
+}
+
+
+@pytest.mark.parametrize("message", UNSUPPORTED)
+def test_what_stays_unsupported_is_refused_by_name(message: str) -> None:
     with pytest.raises(NotPointwise, match=message):
-        printed(function)
+        printed(UNSUPPORTED[message])
 
 
 @pytest.mark.usefixtures("interpreter_converts")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_precision_inside_a_function(dtype: torch.dtype) -> None:
     x = torch.linspace(-6, 6, 1999)
-    for function, terms_of_slope in (
-        (lambda z: (torch.exp(z.to(dtype)) * 0.3).float(), 0.0),
-        (lambda z: torch.tanh(z.to(dtype)) * z, 1 + x.abs()),
-    ):
+    # A GPU's exp errs by two float32 units, which now and then is a unit of the dtype.
+    unit = 2e-6 if INTERPRETED else 2 * torch.finfo(dtype).eps
+    for function in (lambda z: (torch.exp(z.to(dtype)) * 0.3).float(), lambda z: torch.tanh(z.to(dtype)) * z):
         # The interpreter has no constants in bfloat16, which derivatives multiply by.
         for traced in (function, derivative(function))[: 2 if dtype is torch.float16 else 1]:
-            y, expected = apply(printed(traced), x), traced(x)
-            if not INTERPRETED:
-                terms = expected.abs() + (0.0 if traced is function else terms_of_slope)
-                y = without_other_roundings(y, expected, terms, dtype)
-            torch.testing.assert_close(y, expected, rtol=2e-6, atol=2e-7)
-
-
-def without_other_roundings(y: Tensor, expected: Tensor, terms: Tensor, dtype: torch.dtype) -> Tensor:
-    """``y`` with what is expected in place of a few numbers that a GPU may round to ``dtype`` the other way.
-
-    Its exp errs by up to two float32 units (ex2.approx). Between two numbers in float16 there are 8,192 of these, so
-    that one number of 2,048 is as near to the middle: one of the 1,999 here, and more than four in one case of 250. One
-    is then a unit off, and what is made of it, which is rounded once more, two units of its terms.
-    """
-    differs = (y - expected).abs() > 2e-6 * expected.abs() + 2e-7
-    assert int(differs.sum()) <= 4
-    assert bool(((y - expected).abs() <= 2 * torch.finfo(dtype).eps * terms)[differs].all())
-    return torch.where(differs, expected, y)
+            torch.testing.assert_close(apply(printed(traced), x), traced(x), rtol=unit, atol=unit / 10)
 
 
 # --- elementary and special functions ---------------------------------------------------------------------------------
@@ -492,13 +384,6 @@ def test_functions_are_accurate_everywhere(name: str) -> None:
     assert bool((((y - truth).abs() <= allowed) | (overflows & (y.sign() == truth.sign()))).all())
 
 
-def test_pieces_join() -> None:
-    # Every float32 number from 3/32 to 5/2 in which the first bits vary: where they meet, and all else.
-    x = torch.linspace(0.09375, 2.6, 200_001)
-    truth = torch.atan(x.double())
-    assert bool(((apply(printed(torch.atan), x) - truth).abs() <= 24 * UNIT * truth.abs() + 2e-7).all())
-
-
 EDGES = torch.tensor(
     [
         *(sign * x for x in (0.0, 1.0, 2.0, 3.0, 0.5, 1.5, 2.5, 1e-40, 8388607.5, 3e38, math.inf) for sign in (1, -1)),
@@ -543,25 +428,6 @@ def test_powers_of_any_sign(p: float) -> None:
     ):
         exact = function(given.double()).float()
         torch.testing.assert_close(apply(printed(function), given), exact, rtol=4e-7, atol=2e-45, equal_nan=True)
-
-
-@pytest.mark.parametrize("name", fitted.POLYNOMIALS)
-def test_degrees_are_the_first_that_no_longer_show(name: str) -> None:
-    target = fitted.POLYNOMIALS[name]
-    piece = fitted.shortest(name)
-    v = target.start + (target.stop - target.start) * torch.linspace(1e-3, 1, 20_001, dtype=torch.float64)
-
-    def error(piece: Function) -> float:
-        return float((piece(v) - target.function(v)).abs().max())
-
-    lower = interpolate(target.function, target.start, target.stop, len(piece.coefficients) - 2)
-    assert error(piece) <= 1.1 * target.tolerance and error(lower) > target.tolerance
-
-
-def test_an_impossible_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(fitted.POLYNOMIALS, "_STEP", fitted.Target(torch.sign, -1.0, 1.0))
-    with pytest.raises(AssertionError, match="_STEP: no polynomial up to degree"):
-        fitted.shortest("_STEP")
 
 
 def test_gelu_falls_to_zero_without_cancelling() -> None:

@@ -1,10 +1,8 @@
 """The layers under everything that PyTorch may have switched on around them."""
 
-import copy
-import functools
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,7 +11,7 @@ import reference
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedlayers as fl
@@ -23,13 +21,8 @@ from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import saved_bytes
 
 TABLE = [row.bind() for row in rows()]
-SAVES = ("output", "input", "recompute")
-#: One folded, one with ATen's own kernels, one in plain operations, one that is left to PyTorch, none at all.
-KINDS = ["gelu", "tanh", "softplus", torch.sin, None]
 
 every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
-every_kind = pytest.mark.parametrize("activation", KINDS, ids=reference.label)
-every_save = pytest.mark.parametrize("save", SAVES)
 
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
 compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
@@ -52,98 +45,32 @@ def _torchs(activation: object) -> Callable[[Tensor], Tensor]:
     return resolve(activation).plain
 
 
-def _save_for(activation: object, save: str) -> str:
-    return "input" if save == "output" and resolve(activation).needs_input_reason is not None else save
-
-
-# --- backward, twice and again ----------------------------------------------------------------------------------------
-
-
-def test_backward_on_another_thread_and_after_the_layer_is_gone() -> None:
-    module = fl.FusedDenseAct(12, 40, "silu")
-    x = torch.randn(30, 12, requires_grad=True)
-    y = module(x)
-    del module
-    y.sum().backward()
-    assert x.grad is not None
-
-
-# --- autocast ---------------------------------------------------------------------------------------------------------
-
-
-@every_activation
-@every_save
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_autocast(layer: tuple[Tensor, ...], activation: Activation, save: str, dtype: torch.dtype) -> None:
-    x, w, b = layer
-    with torch.autocast("cpu", dtype):
-        y = fl.dense_bias_act(x, w, b, activation, save=save)
-        z = F.linear(x, w, b)
-    assert y.dtype is z.dtype is dtype
-    eps = torch.finfo(dtype).eps
-    torch.testing.assert_close(y.double(), activation.function(z.double()), rtol=1.01 * eps, atol=1e-6)
-    dy = torch.randn(30, 40).to(dtype)
-    got = torch.autograd.grad(y, layer, dy)
-    dz = (dy.double() * reference.derivative(activation.function, z)).to(dtype)
-    for a, e, t in zip(got, torch.autograd.grad(z, layer, dz), layer, strict=True):
-        assert a.dtype is t.dtype is torch.float32
-        assert float((a - e).norm() / e.norm()) < (3 if activation.is_folded else 2) * eps
-
-
 # --- torch.compile ----------------------------------------------------------------------------------------------------
-
-
-def _layers(x: Tensor, w: Tensor, b: Tensor, activations: Sequence[Activation], save: str) -> list[Tensor]:
-    return [fl.dense_bias_act(x, w, b, a, save=save) for a in activations]
-
-
-def _forward_and_gradients(
-    function: Callable[..., list[Tensor]], *tensors: Tensor
-) -> tuple[list[Tensor], list[tuple[Tensor, ...]]]:
-    ys = function(*tensors)
-    dy = torch.randn(30, 40, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)  # any dtype holds it
-    return ys, [torch.autograd.grad(y, tensors, dy.to(y.dtype), retain_graph=True) for y in ys]
 
 
 @compiles
 @pytest.mark.parametrize(
-    ("save", "dtype"),
-    [("auto", torch.float32), ("auto", torch.bfloat16), ("input", torch.bfloat16), ("recompute", torch.float32)],
+    ("backend", "dtype"),
+    [("aot_eager", torch.bfloat16), ("aot_eager", torch.float32), ("inductor", torch.float32)],
     ids=str,
 )
-def test_compiled_by_inductor(save: str, dtype: torch.dtype) -> None:
-    # All of them take the C++ compiler a minute and a half, and formulas that differ in numbers are lowered alike. (The
-    # next test has all.)
-    alike = {"gelu_tanh", "quick_gelu", "mish", "hardtanh", "trelu", "selu", "celu"}
-    _check_compiled("inductor", save, dtype, [a for a in TABLE if a.name not in alike])
-
-
-@compiles
-@pytest.mark.parametrize(("save", "dtype"), [("auto", torch.float16), ("recompute", torch.float32)], ids=str)
-def test_compiled_without_inductor(save: str, dtype: torch.dtype) -> None:
-    _check_compiled("aot_eager", save, dtype)
-
-
-def _check_compiled(backend: str, save: str, dtype: torch.dtype, activations: Sequence[Activation] = TABLE) -> None:
+def test_every_activation_compiles(backend: str, dtype: torch.dtype) -> None:
     torch.compiler.reset()
-    x, w, b = (torch.randn(s).to(dtype).requires_grad_() for s in ((30, 12), (40, 12), (40,)))
-    compiled = torch.compile(
-        functools.partial(_layers, activations=activations, save=save), fullgraph=True, backend=backend
-    )
-    got = _forward_and_gradients(compiled, x, w, b)
-    doubles = [t.detach().double().requires_grad_() for t in (x, w, b)]
-    expected = _forward_and_gradients(
-        lambda *t: [reference.dense_bias_act(*t, a.function) for a in activations], *doubles
-    )
-    eager = _forward_and_gradients(lambda *t: [reference.dense_bias_act(*t, a.plain) for a in activations], x, w, b)
-    for i, activation in enumerate(activations):
-        assert got[0][i].dtype is dtype
+    # Inductor's compiler takes long, and lowers formulas alike that differ in numbers.
+    alike = {"gelu_tanh", "quick_gelu", "mish", "hardtanh", "trelu", "selu", "celu"} if backend == "inductor" else {}
+    activations = [a for a in TABLE if a.name not in alike]
+    z = (2 * torch.randn(30, 40)).to(dtype).requires_grad_()
+    compiled = torch.compile(lambda z: [fl.bias_act(z, None, a) for a in activations], fullgraph=True, backend=backend)
+    for activation, y in zip(activations, compiled(z), strict=True):
+        eager, exact = activation.plain(z), activation.function(z.detach().double())
+        slopes = (torch.autograd.grad(t, z, torch.ones_like(t), retain_graph=True)[0] for t in (y, eager))
         tolerance = 4 * torch.finfo(dtype).eps + (1e-5 if activation.is_folded else 0)
-        for ours, eagers, truth in zip(
-            (got[0][i], *got[1][i]), (eager[0][i], *eager[1][i]), (expected[0][i], *expected[1][i]), strict=True
+        for (ours, torchs), truth in (
+            ((y, eager), exact),
+            (slopes, reference.derivative(activation.function, z)),
         ):
-            error, eager_error = ((t.double() - truth).detach().norm() / truth.detach().norm() for t in (ours, eagers))
-            assert float(error) <= 2 * float(eager_error) + tolerance, activation
+            assert ours.dtype is dtype
+            assert reference.relative(ours, truth) <= 2 * reference.relative(torchs, truth) + tolerance, activation
 
 
 @compiles
@@ -186,31 +113,6 @@ def test_compiled_with_dynamic_shapes() -> None:
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=5e-3)
 
 
-@compiles
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda x: fl.gelu(x, approximate="tanh"),
-        fl.SiLU(),
-        fl.LeakyReLU(0.2),
-        lambda x: fl.bias_act(x, x[0].detach(), nn.ELU(0.5)),
-        lambda x: fl.bias_act(x.t(), x[:, 0], functools.partial(F.leaky_relu, negative_slope=0.3)),
-        lambda x: fl.bias_act(x * 1, None, "gelu", inplace=True),
-        lambda x: fl.bias_act(x, None, torch.sin),
-        lambda x: fl.bias_act(x, None, "gelu", save="input"),
-    ],
-    ids=["gelu_tanh", "SiLU", "LeakyReLU", "nn.ELU", "partial", "inplace", "sin", "input"],
-)
-def test_whatever_is_passed_compiles(function: Callable[[Tensor], Tensor]) -> None:
-    torch.compiler.reset()
-    x = torch.randn(30, 30, requires_grad=True)
-    compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x), function(x))
-    torch.testing.assert_close(
-        torch.autograd.grad(compiled(x).sum(), x), torch.autograd.grad(function(x).sum(), x), **CLOSE
-    )
-
-
 def test_the_first_use_may_be_compiled() -> None:
     # In a process of its own: nothing has been looked up, fitted or registered with the compiler.
     code = """
@@ -228,58 +130,7 @@ torch.testing.assert_close(
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[1])
 
 
-# --- hooks ------------------------------------------------------------------------------------------------------------
-
-
-def test_tensor_hooks_see_the_gradients(layer: tuple[Tensor, ...]) -> None:
-    seen: dict[str, Tensor] = {}
-    y = fl.dense_bias_act(*layer, "gelu")
-    y.register_hook(lambda g: seen.update(dy=g) or 2 * g)
-    layer[1].register_hook(lambda g: seen.update(dw=g))
-    layer[2].register_post_accumulate_grad_hook(lambda p: seen.update(db=p.grad))
-    y.sum().backward()
-    assert torch.equal(seen["dy"], torch.ones_like(y))
-    assert torch.equal(seen["dw"], layer[1].grad)  # type: ignore[arg-type]
-    expected = torch.autograd.grad(2 * F.gelu(F.linear(*layer)).sum(), layer)
-    torch.testing.assert_close(layer[1].grad, expected[1], **CLOSE)
-    torch.testing.assert_close(seen["db"], expected[2], **CLOSE)
-
-
 # --- torch.func and forward mode --------------------------------------------------------------------------------------
-
-
-@compiles
-@every_kind
-@every_save
-def test_torch_func(layer: tuple[Tensor, ...], activation: object, save: str) -> None:
-    x, w, b = (t.detach() for t in layer)
-    keep = _save_for(activation, save)
-
-    def ours(x: Tensor) -> Tensor:
-        return fl.dense_bias_act(x, w, b, activation, save=keep)
-
-    def eager(x: Tensor) -> Tensor:
-        return reference.dense_bias_act(x, w, b, _torchs(activation))
-
-    def loss(f: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-        return lambda x: f(x).square().sum()
-
-    func = torch.func
-    direction = torch.randn_like(x)
-    for transform in (
-        lambda f: func.grad(loss(f))(x),
-        lambda f: func.vmap(func.grad(loss(f)))(x),
-        lambda f: func.vmap(f)(x),
-        lambda f: func.jacrev(f)(x[0]),
-        lambda f: func.jacfwd(f)(x[0]),
-        lambda f: func.jvp(f, (x,), (direction,))[1],
-        lambda f: func.vjp(f, x)[1](torch.ones(30, 40))[0],
-        lambda f: func.hessian(loss(f))(x[0]),
-        lambda f: func.vmap(func.hessian(loss(f)))(x[:3]),
-        lambda f: func.grad(lambda x: func.grad(loss(f))(x).square().sum())(x),
-        lambda f: func.functionalize(f)(x),
-    ):
-        torch.testing.assert_close(transform(ours), transform(eager), rtol=1e-4, atol=1e-3)
 
 
 @compiles
@@ -295,41 +146,6 @@ def test_torch_func_for_every_activation(activation: Activation) -> None:
 
 
 # --- subclasses, meta, DTensor ----------------------------------------------------------------------------------------
-
-
-class Tagged(Tensor):
-    """A subclass that travels through torch functions."""
-
-
-@every_kind
-def test_tensor_subclasses_stay_what_they_are(layer: tuple[Tensor, ...], activation: object) -> None:
-    x, w, b = layer
-    tagged = x.detach().as_subclass(Tagged)
-    expected = reference.dense_bias_act(x, w, b, _torchs(activation))
-    y = fl.dense_bias_act(tagged, w, b, activation)
-    assert type(y) is Tagged
-    torch.testing.assert_close(y.as_subclass(Tensor), expected)
-    assert type(fl.bias_act(tagged, None, "gelu")) is Tagged
-    y.sum().backward()
-    assert w.grad is not None
-
-
-@every_kind
-@every_save
-def test_meta_and_fake_tensors(activation: object, save: str) -> None:
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    keep = _save_for(activation, save)
-    x, w, b = (torch.empty(s, device="meta", requires_grad=True) for s in ((30, 12), (40, 12), (40,)))
-    y = fl.dense_bias_act(x, w, b, activation, save=keep)
-    assert y.is_meta and y.shape == (30, 40)
-    y.sum().backward()
-    assert x.grad is not None and x.grad.shape == x.shape
-    with FakeTensorMode():
-        x, w, b = (torch.empty(s, requires_grad=True) for s in ((30, 12), (40, 12), (40,)))
-        y = fl.dense_bias_act(x, w, b, activation, save=keep)
-        assert y.shape == (30, 40)
-        y.sum().backward()
 
 
 @pytest.fixture
@@ -371,92 +187,27 @@ def test_saved_bytes_of_dtensors(mesh: Any) -> None:
     assert saved_bytes(lambda: (2 * x).tanh()) == 30 * 12 * 4
 
 
-@pytest.mark.filterwarnings(
-    "ignore::UserWarning:torch.*", "ignore::DeprecationWarning:torch.*", "ignore::FutureWarning"
-)
-def test_fully_sharded_modules(mesh: Any) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    torch.manual_seed(0)
-    model = nn.Sequential(fl.FusedDenseAct(12, 40, "gelu"), fl.FusedDenseAct(40, 12, "silu"))
-    plain = copy.deepcopy(model)
-    fully_shard(model, mesh=mesh)
-    x = torch.randn(30, 12)
-    torch.testing.assert_close(model(x), plain(x))
-    model(x).sum().backward()
-    plain(x).sum().backward()
-    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(a.grad.full_tensor(), b.grad, **CLOSE)
-
-
 # --- torch.jit, batched gradients, edits between the passes -----------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("grad", [True, False])
-@pytest.mark.parametrize("layer", [fl.FusedDenseAct(64, 300), fl.FusedMLP(64, 300), fl.FusedGatedMLP(64, 300)])
-def test_torchscript_traces(layer: nn.Module, grad: bool) -> None:
-    x = torch.randn(80, 64)
-    with torch.set_grad_enabled(grad):
-        traced = torch.jit.trace(layer, x)
-        torch.testing.assert_close(traced(x), layer(x), **CLOSE)
-
-
-@pytest.mark.parametrize("activation", ["gelu", "tanh"])
-def test_a_bias_may_be_edited_between_the_passes(activation: str) -> None:
-    layer, x = fl.FusedDenseAct(64, 64, activation), torch.randn(30, 64, requires_grad=True)
-    (expected,) = torch.autograd.grad(layer(x).sum(), x)
-    y = layer(x)
-    with torch.no_grad():
-        layer.bias.add_(1)
-    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)  # without the bias of that time z is not known
-    torch.testing.assert_close(dx, expected, rtol=0, atol=1e-3)
-
-
-def _scaled(y: Tensor) -> Tensor:
-    y.register_hook(lambda g: g * 0.5)
-    return y
-
-
-def bent(z: Tensor) -> Tensor:
-    return z * torch.tanh(torch.exp(z))
 
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [
-        (lambda x, w, b: fl.gelu(x @ w), lambda x, w, b: F.gelu(x @ w)),
-        (lambda x, w, b: fl.bias_act(x @ w, None, "silu", inplace=True), lambda x, w, b: F.silu(x @ w, inplace=True)),
-        (lambda x, w, b: fl.dense_bias_act(x, w, b, "silu"), lambda x, w, b: F.silu(F.linear(x, w, b))),
-        (lambda x, w, b: fl.bias_act(x @ w, b, "elu"), lambda x, w, b: F.elu(x @ w + b)),
-        (lambda x, w, b: fl.bias_act(x @ w, b, "mish"), lambda x, w, b: F.mish(x @ w + b)),
-        (
-            lambda x, w, b: fl.dense_bias_act(x, w, b, "gelu", residual=x.sin()),
-            lambda x, w, b: F.gelu(F.linear(x, w, b) + x.sin()),
-        ),
-        (
-            lambda x, w, b: fl.dense_bias_act(x, w, b, "gelu", dropout=0.5),
-            lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b)), 0.5),
-        ),
-        (lambda x, w, b: fl.bias_act(x @ w, b, bent), lambda x, w, b: bent(x @ w + b)),
+        (lambda z: fl.bias_act(z, None, "silu", inplace=True), lambda z: F.silu(z, inplace=True)),
+        (lambda z: fl.bias_act(z, None, "elu", inplace=True), lambda z: F.elu(z, inplace=True)),
+        (lambda z: fl.bias_act(z, None, "tanh", save="output"), torch.tanh),
     ],
-    ids=[
-        *("gelu", "silu_", "dense", "bias", "folded bias"),
-        *("residual", "dense dropout", "a user's"),
-    ],
+    ids=["silu_", "elu_", "tanh"],
 )
-def test_second_derivatives_pass_no_hooks_on_the_output(ours: Any, theirs: Any) -> None:
-    given = [torch.randn(size, generator=torch.Generator().manual_seed(3)) for size in ((60, 64), (64, 64), (64,))]
+def test_second_derivatives_pass_hooks_on_the_output_where_torchs_do(ours: Any, theirs: Any) -> None:
     found = []
     for call, dtype in ((ours, torch.float32), (theirs, torch.float64)):
-        leaves = [(t * 0.3).to(dtype).requires_grad_() for t in given]
-        torch.manual_seed(0)
-        y = _scaled(call(*leaves))
-        (g,) = torch.autograd.grad(y.sin().sum(), leaves[0], create_graph=True)
-        (h,) = torch.autograd.grad(g.square().sum() + y.sum(), leaves[0], create_graph=True)
-        found.append([h, *torch.autograd.grad(h.square().sum(), leaves[:2])])
-    for got, expected in zip(*found, strict=True):
-        assert (got.double() - expected).norm() <= 1e-4 * expected.norm()
+        x = torch.linspace(-2, 2, 1000, dtype=dtype).requires_grad_()
+        y = call(1.5 * x)
+        y.register_hook(lambda g: g * 0.5)
+        (g,) = torch.autograd.grad(y.sin().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(g.square().sum() + y.sum(), x)[0])
+    assert (found[0].double() - found[1]).norm() <= 1e-4 * found[1].norm()
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
@@ -478,20 +229,6 @@ def test_hooks_see_nothing_twice() -> None:
 
 
 # --- torch.fx ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "activation",
-    ["gelu", nn.LeakyReLU(0.2), functools.partial(F.elu, alpha=0.5)],
-    ids=["name", "module", "partial"],
-)
-def test_symbolic_traces_hold_the_layer(activation: Any) -> None:
-    model = nn.Sequential(fl.FusedDenseAct(8, 300, activation), fl.SiLU(), fl.FusedDenseAct(300, 8, "mish"))
-    traced = torch.fx.symbolic_trace(model)
-    called = [node.target for node in traced.graph.nodes if node.op == "call_function"]
-    assert called.count(fl.dense_bias_act) == 2 and called.count(fl.bias_act) == 1
-    x = torch.randn(5, 8)
-    assert torch.equal(traced(x), model(x))
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

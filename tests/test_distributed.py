@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,6 @@ import processes
 import pytest
 import torch
 import torch.distributed as dist
-from residuals import WIDTH, batch, images, of_fused_modules, of_layers, of_norms
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -26,6 +25,60 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
+
+# --- the model -------------------------------------------------------------------------------------------------------
+
+ROWS, WIDTH, HIDDEN = 32, 32, 64
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.act = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = (nn.Linear(WIDTH, HIDDEN, bias=False) for _ in range(2))
+        self.down_proj = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.act = nn.SiLU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Residual(nn.Module):
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.inner = inner[0] if len(inner) == 1 else nn.Sequential(*inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+
+def of_layers() -> nn.Module:
+    torch.manual_seed(0)
+    dense = [(nn.Linear(WIDTH, WIDTH), activation) for activation in (nn.Mish(), nn.Tanh())]
+    return nn.Sequential(Residual(*dense[0]), Residual(MLP()), Residual(GatedMLP()), Residual(*dense[1]))
+
+
+def of_fused_modules() -> nn.Module:
+    dense = [(fl.FusedDenseAct(WIDTH, WIDTH, activation), nn.Identity()) for activation in ("mish", "tanh")]
+    mlp, gated = fl.FusedMLP(WIDTH, HIDDEN), fl.FusedGatedMLP(WIDTH, HIDDEN)
+    model = nn.Sequential(Residual(*dense[0]), Residual(mlp), Residual(gated), Residual(*dense[1]))
+    model.load_state_dict(of_layers().state_dict())
+    return model
+
+
+def batch() -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+
 
 # --- the engines ------------------------------------------------------------------------------------------------------
 
@@ -144,28 +197,6 @@ MODELS: dict[str, Callable[[Engine, DeviceMesh, Tensor], nn.Module]] = {
 FUSED = [name for name in MODELS if name != PLAIN]
 
 
-# --- batch norms ------------------------------------------------------------------------------------------------------
-
-
-def _fused_norms(x: Tensor) -> nn.Module:
-    model = of_norms()
-    fl.fuse(model)
-    return DDP(model)
-
-
-def _norms_fused_in_ddp(x: Tensor) -> nn.Module:
-    model = DDP(of_norms())
-    fl.fuse(model)
-    return model
-
-
-NORMS: dict[str, Callable[[Tensor], nn.Module]] = {
-    PLAIN: lambda x: DDP(of_norms()),
-    "fuse, then wrap": _fused_norms,
-    "wrap, then fuse": _norms_fused_in_ddp,
-}
-
-
 # --- in the processes -------------------------------------------------------------------------------------------------
 
 
@@ -220,9 +251,6 @@ def _everything(rank: int, count: int) -> dict[tuple[str, str], Found]:
             found[name, kind] = _in_processes(make(engine, mesh, x), x, engine.autocast)
     _check_that_whole_state_dicts_are_plain(ENGINES["fsdp"])
     _check_that_dense_layers_are_sharded_by_rows(init_device_mesh("cpu", (count,)))
-    x = images().chunk(count)[rank]
-    for kind, spread in NORMS.items():
-        found["norms", kind] = _in_processes(spread(x), x)
     return found
 
 
@@ -268,7 +296,7 @@ def test_losses_gradients_and_saved_bytes_of_each_process(tmp_path: Path) -> Non
 
 
 def _wrong(found: dict[tuple[str, str], Found], count: int) -> Iterator[str]:
-    exact = _second_step_in_one_process(of_layers(), [batch()])
+    exact = _second_step_in_one_process(of_layers(), batch())
     for name, kind in product(ENGINES, FUSED):
         ours, torchs = found[name, kind], found[name, PLAIN]
         # The loss is a mean of numbers that autocast rounds, each in another way.
@@ -279,24 +307,13 @@ def _wrong(found: dict[tuple[str, str], Found], count: int) -> Iterator[str]:
         if not is_less and (ENGINES[name].spares or not is_as_much):
             yield f"{name}, {kind}: {ours.saved_bytes} bytes saved, by torch {torchs.saved_bytes}"
 
-    torchs = found["norms", PLAIN]
-    exact = _second_step_in_one_process(of_norms(), images().chunk(count))
-    for kind in NORMS.keys() - {PLAIN}:
-        ours = found["norms", kind]
-        errors = _errors(ours, exact)
-        if not _are_as_exact(errors, _errors(torchs, exact)):
-            yield f"norms, {kind}: errors {errors}, torch's {_errors(torchs, exact)}"
-        if ours.saved_bytes >= torchs.saved_bytes:
-            yield f"norms, {kind}: {ours.saved_bytes} bytes saved, by torch {torchs.saved_bytes}"
-
 
 Step = tuple[Tensor, dict[str, Tensor]]
 
 
-def _second_step_in_one_process(model: nn.Module, shares: Sequence[Tensor]) -> Step:
-    """Of the average over the shares, in float64."""
-    x = [share.double() for share in shares]
-    return _second_step(model.double(), lambda: torch.stack([_loss(model, share) for share in x]).mean())
+def _second_step_in_one_process(model: nn.Module, x: Tensor) -> Step:
+    """In float64."""
+    return _second_step(model.double(), lambda: _loss(model, x.double()))
 
 
 def _errors(found: Found, exact: Step) -> tuple[float, float]:

@@ -3,7 +3,6 @@ what is saved, and where PyTorch computes it."""
 
 import itertools
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import derivative
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
@@ -60,13 +59,6 @@ def _z(dtype: torch.dtype, shape: tuple[int, ...] = (60, 300)) -> Tensor:
     return (torch.randn(shape) * 2).to(dtype)
 
 
-def test_most_activations_are_served() -> None:
-    names = {a.name for a, _ in SERVED}
-    assert {"relu", "gelu", "gelu_tanh", "silu", "tanh", "sigmoid", "elu", "leaky_relu", "mish", "selu"} <= names
-    # An output on a flat part, times a factor and its inverse, may leave it.
-    assert names.isdisjoint({"relu6", "hardtanh", "hardsigmoid"})
-
-
 # --- values -----------------------------------------------------------------------------------------------------------
 
 
@@ -89,18 +81,6 @@ def test_what_is_dropped_is_what_torch_drops(activation: Activation, dtype: torc
 
 
 @each_dtype
-def test_the_generator_is_followed_in_any_layout(dtype: torch.dtype) -> None:
-    for z in (
-        torch.randn(4, 30, 9, 9).contiguous(memory_format=torch.channels_last),
-        torch.randn(300, 60).t(),
-        torch.randn(20, 3, 40).transpose(0, 1),
-    ):
-        z = z.to(dtype)
-        ours, eager = _ours(z.clone().requires_grad_(), "silu", 0.3), _eager(z, "silu", 0.3)
-        assert _is_fused(ours) and torch.equal(ours == 0, eager == 0) and ours.stride() == eager.stride()
-
-
-@each_dtype
 def test_zeros_infinities_and_nan(dtype: torch.dtype) -> None:
     special = torch.tensor([0.0, -0.0, -200.0, -1.0, 1.0, math.inf, -math.inf, math.nan])
     for name in ("relu", "gelu", "silu", "tanh", "elu", "leaky_relu"):
@@ -114,17 +94,6 @@ def test_zeros_infinities_and_nan(dtype: torch.dtype) -> None:
         finite = z.detach().isfinite()
         torch.testing.assert_close(found[finite], expected[finite], rtol=2e-2, atol=2e-2)
         assert bool(found[finite & dropped].eq(0).all())
-
-
-def test_outputs_that_only_the_factor_makes_infinite() -> None:
-    for name, dtype in itertools.product(("gelu", "relu", "elu", "silu"), DTYPES):
-        z = torch.full((4000,), 0.7 * torch.finfo(dtype).max, dtype=dtype)
-        if name == "gelu":
-            z = z / 2  # of which torch's kernels make NaN
-        ours, eager = _ours(z.requires_grad_(), name, 0.5), _eager(z, name, 0.5)
-        assert torch.equal(ours.isnan(), eager.isnan()) and torch.equal(ours == 0, eager == 0)
-        found = torch.autograd.grad(ours, z, torch.ones_like(z))[0]
-        assert bool(found[ours == 0].eq(0).all())
 
 
 def test_marks_that_underflow_where_subnormal_numbers_are_flushed() -> None:
@@ -162,26 +131,6 @@ def test_gradients_are_nearly_as_good_as_without(activation: Activation, dtype: 
     assert error <= 2 * floor + 2 * torch.finfo(dtype).eps
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["gelu", "silu", "relu", "tanh", "mish"])
-def test_every_number_of_16_bits(name: str, dtype: torch.dtype) -> None:
-    z = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
-    z = z[z.isfinite() & (z.abs() < 1e4)]
-    activation = resolve(name)
-    for p in (0.1, 0.5):
-        leaf = z.clone().requires_grad_()
-        y = fl.bias_act(leaf, None, activation, dropout=p, save="output")
-        keep = ~((y == 0) & y.signbit())
-        (dz,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-        exact = derivative(activation.function, z.double()) * keep / (1 - p)
-        worst = float((dz.double() - exact).abs().max())
-        plain = z.clone().requires_grad_()
-        (without,) = torch.autograd.grad(fl.bias_act(plain, None, activation, save="output"), plain, torch.ones_like(z))
-        floor = float((without.double() - derivative(activation.function, z.double())).abs().max())
-        assert worst * (1 - p) <= 2 * floor + 4 * torch.finfo(dtype).eps
-        assert bool(dz[~keep].eq(0).all())
-
-
 @every_served
 def test_the_loops_compute_what_the_reference_does(activation: Activation, dtype: torch.dtype) -> None:
     dy = _z(dtype)
@@ -215,19 +164,6 @@ def test_a_derivative_that_is_infinite_at_zero_is_not_that_of_what_was_dropped(d
         assert float(dz[0]) == 0.0 and 0.0 < float(dz[1]) < 10.0
 
 
-@pytest.mark.parametrize("name", ["gelu", "tanh", "silu"])
-def test_second_derivatives_and_batches(name: str) -> None:
-    x = torch.randn(40, 50, requires_grad=True)
-    results = []
-    for call in (_ours, _eager):
-        y = call(x, name, 0.3)
-        (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), x, retain_graph=True)
-        batches = torch.stack([torch.ones_like(y), y.detach()])
-        results.append([first, second, torch.autograd.grad(y, x, batches, is_grads_batched=True)[0]])
-    torch.testing.assert_close(results[0], results[1], rtol=1e-3, atol=2e-3)
-
-
 # --- what is saved, and buffers ---------------------------------------------------------------------------------------
 
 
@@ -244,17 +180,6 @@ def test_one_buffer_is_saved_and_no_mask(name: str, dtype: torch.dtype) -> None:
     assert saved_bytes(lambda: F.linear(fl.dense_bias_act(x, w, b, name, dropout=0.1), last)) == hidden
 
 
-def test_backward_twice_and_outputs_that_others_hold() -> None:
-    x = torch.randn(50, 60, requires_grad=True)
-    y = fl.bias_act(x, None, "gelu", dropout=0.3)
-    before = y.detach().clone()
-    first, second = (torch.autograd.grad(y.sum(), x, retain_graph=True)[0] for _ in range(2))
-    y.sum().backward()
-    assert x.grad is not None and torch.equal(first, second) and torch.equal(first, x.grad)
-    assert torch.equal(y.detach(), before)
-    assert torch.equal(x.detach(), x.detach().clone())
-
-
 def test_an_input_is_not_overwritten() -> None:
     for x in (torch.randn(50, 60, requires_grad=True), torch.randn(50, 60, requires_grad=True) * 1):
         before = x.detach().clone()
@@ -263,41 +188,6 @@ def test_an_input_is_not_overwritten() -> None:
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
-
-
-LAYERS: dict[str, tuple[Callable[[], Any], tuple[int, ...]]] = {
-    "dense": (lambda: fl.FusedDenseAct(12, 80, "gelu", dropout=0.3), (30, 12)),
-    "dense, three dimensions": (lambda: fl.FusedDenseAct(12, 80, "silu", bias=False, dropout=0.3), (5, 6, 12)),
-    "dense, one dimension": (lambda: fl.FusedDenseAct(12, 800, "tanh", dropout=0.3), (12,)),
-    "conv": (lambda: fl.FusedConvAct2d(3, 8, 3, "gelu", dropout=0.3), (4, 3, 11, 11)),
-    "conv, no batch": (lambda: fl.FusedConvAct1d(3, 8, 3, "relu", dropout=0.3), (3, 90)),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers(name: str) -> None:
-    make, shape = LAYERS[name]
-    layer, x = make(), torch.randn(shape, requires_grad=True)
-    plain = layer.torchs(*_arguments(layer))
-    plain.load_state_dict(layer.state_dict())
-    activation = resolve(layer.activation).plain
-    results = []
-    for call in (layer, lambda x: F.dropout(activation(plain(x)), 0.3)):
-        torch.manual_seed(3)
-        y = call(x)
-        if call is layer:
-            assert _is_fused(y) and "dropout=0.3" in repr(layer)
-        sources = [x, *(layer if call is layer else plain).parameters()]
-        results.append([y, *torch.autograd.grad(y.square().sum(), sources)])
-    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-4)
-    layer.eval()
-    torch.testing.assert_close(layer(x), activation(plain(x)))
-
-
-def _arguments(layer: Any) -> tuple[Any, ...]:
-    if isinstance(layer, fl.FusedDenseAct):
-        return layer.in_features, layer.out_features, layer.bias is not None
-    return layer.in_channels, layer.out_channels, layer.kernel_size
 
 
 def test_a_residual_is_added_before() -> None:
@@ -344,26 +234,6 @@ def test_compiled_layers_are_the_compilers() -> None:
     y.sum().backward()
 
 
-def test_what_outputs_do_not_tell_is_pytorchs() -> None:
-    x = torch.randn(50, 60, requires_grad=True)
-    calls: list[tuple[Any, dict[str, Any]]] = [
-        ("relu6", {}),
-        (nn.Softmax(-1), {}),
-        (nn.PReLU(), {}),
-        ("gelu", {"save": "input"}),
-        (None, {}),
-        (torch.sin, {}),
-    ]
-    for activation, options in calls:
-        y, expected = _ours(x, activation, 0.3, **options), _eager(x, activation, 0.3)
-        assert type(y.grad_fn).__name__ != "ActDropoutBackward"
-        torch.testing.assert_close(y, expected)
-        got, right = (torch.autograd.grad(t.square().sum(), x)[0] for t in (y, expected))
-        torch.testing.assert_close(got, right)
-    with torch.no_grad():
-        torch.testing.assert_close(_ours(x, "gelu", 0.3), _eager(x, "gelu", 0.3))
-
-
 def test_all_or_nothing() -> None:
     x = torch.randn(50, 60, requires_grad=True)
     assert torch.equal(fl.bias_act(x, None, "gelu", dropout=0.0), fl.bias_act(x, None, "gelu"))
@@ -376,27 +246,6 @@ def test_the_probability_may_change_from_step_to_step() -> None:
     for p in (0.1, 0.25, 0.5, 0.0):
         layer.dropout = p
         assert float((layer(x) == 0).float().mean()) == pytest.approx(p, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("p", "error"), [(-0.1, ValueError), (1.5, ValueError), (math.nan, ValueError), ("a", TypeError), (True, TypeError)]
-)
-def test_bad_probabilities(p: Any, error: type[Exception]) -> None:
-    x, w = torch.randn(8, 12), torch.randn(8, 12)
-    calls: list[Callable[[], Any]] = [
-        lambda: fl.dense_bias_act(x, w, None, "gelu", dropout=p),
-        lambda: fl.bias_act(x, None, "gelu", dropout=p),
-        lambda: fl.conv_bias_act(x[None], torch.randn(4, 8, 3), None, "gelu", dropout=p),
-        lambda: fl.FusedDenseAct(3, 4, dropout=p),
-        lambda: fl.FusedConvAct1d(3, 4, 3, dropout=p),
-    ]
-    for call in calls:
-        with pytest.raises(error, match="dropout must"):
-            call()
-    with pytest.raises(ValueError, match=re.escape("bias_act: dropout and inplace=True")):
-        fl.bias_act(x, None, "gelu", inplace=True, dropout=0.5)
-    with pytest.raises(ValueError, match="expected input"):
-        fl.dense_bias_act(x, torch.randn(3, 4), None, "gelu", dropout=0.5)
 
 
 # --- where an output does not tell the derivative: a bit for each element ---------------------------------------------
@@ -414,16 +263,6 @@ def _both(function: Callable[[Callable[..., Tensor]], Tensor], *sources: Tensor)
     return found
 
 
-@each_dtype
-@each_p
-def test_alone_it_computes_what_torch_does(dtype: torch.dtype, p: float) -> None:
-    x = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, 1e-40, 6e4]).to(dtype).repeat(400)
-    x = torch.cat([x, torch.randn(2001).to(dtype)]).requires_grad_()
-    ours, torchs = _both(lambda drop: drop(x, p), x)
-    for a, b in zip(ours, torchs, strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
 @pytest.mark.parametrize("count", [513, 514, 519, 520, 767, 768, 16384, 16391, 40_001])
 @pytest.mark.parametrize("backend", [cpu, reference])
 def test_bits_of_any_number_of_elements(count: int, backend: Any) -> None:
@@ -433,12 +272,6 @@ def test_bits_of_any_number_of_elements(count: int, backend: Any) -> None:
     assert bits.dtype is torch.uint8 and bits.shape == ((count + 7) // 8,)
     assert torch.equal(y, x * keep * 2) and torch.equal(backend.drop_gradient(dy, bits, 2.0), dy * keep * 2)
     assert torch.equal(reference.unpacked(bits, x.shape, x.stride()), keep)
-
-
-def test_it_keeps_a_bit_for_each_element() -> None:
-    x = torch.randn(100, 80, requires_grad=True)
-    assert saved_bytes(lambda: dropped(x, 0.1)) == x.numel() // 8
-    assert saved_bytes(lambda: F.dropout(x, 0.1)) == x.numel() * 4
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ Partitioned graphs run as they were traced, but where a test says that Inductor 
 from __future__ import annotations
 
 import copy
-import functools
 import json
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -167,24 +166,6 @@ def test_graphs_that_break() -> None:
         fl.fit_compiled(model, x, memory_budget_bytes=16)
 
 
-def test_parts_are_found_in_few_tries() -> None:
-    """Bytes that grow in proportion, in steps, and not at all."""
-    for bytes_of, budget, most in (
-        (lambda part: 1000 * part, 700, 1),
-        (lambda part: 100 * (1 + int(9 * part)), 550, 5),
-        (lambda part: 100, 50, 6),
-    ):
-        tried: dict[float, float] = {}
-
-        def bytes_with(part: float, bytes_of: Any = bytes_of, tried: Any = tried) -> Any:
-            return tried.setdefault(part, bytes_of(part))
-
-        subject._try_parts(budget, bytes_with)
-        assert len(tried) <= 1 + most
-        found = [size for size in tried.values() if size <= budget]
-        assert (max(found) >= 0.9 * budget) if found else 0.0 in tried
-
-
 def test_the_report() -> None:
     model, x = _model()
     report = fl.fit_compiled(model, x, fraction=0.5)
@@ -192,24 +173,6 @@ def test_the_report() -> None:
     assert lines[0].startswith("Sequential, compiled: at most ") and lines[0].endswith(" saved for backward")
     assert sum("(chosen)" in line for line in lines) == 1 and len(lines) == len(report.tried) + 4
     assert json.loads(json.dumps(report.to_dict()))["measured"]["bytes"] == report.measured.bytes
-
-
-def _in_place(model: nn.Module) -> nn.Module:
-    model.compile(backend="eager")
-    return model
-
-
-_OPTIMIZED: dict[str, Callable[[nn.Module], Any]] = {
-    "torch.compile": functools.partial(torch.compile, backend="eager"),
-    "compile": _in_place,
-}
-
-
-@pytest.mark.parametrize("way", _OPTIMIZED)
-def test_compiled_models(way: str) -> None:
-    model, x = _model()
-    with pytest.raises(ValueError, match="fit_compiled: the model is compiled already; pass the one that"):
-        fl.fit_compiled(_OPTIMIZED[way](model), x, fraction=0.5)
 
 
 @pytest.mark.parametrize(
@@ -227,11 +190,3 @@ def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fl.fit_compiled(model, x, **options)
     assert not vars(model).get("_compiled_call_impl")
-
-
-def test_wrong_models() -> None:
-    x = torch.randn(4, 32)
-    with pytest.raises(TypeError, match=r"fit_compiled: model must be an nn.Module"):
-        fl.fit_compiled(torch.relu, x, fraction=0.5)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="fit_compiled: the model does not run on these inputs: "):
-        fl.fit_compiled(nn.Linear(8, 8), x, fraction=0.5)

@@ -13,13 +13,10 @@ import io
 import json
 import pickle
 import re
-import sys
-import threading
 import warnings
 import weakref
 from collections.abc import Callable
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +24,7 @@ import recipe_cases as cases
 import test_save_once
 import torch
 import torch.nn.functional as F
+from test_overhead import entered
 from test_programs import are_equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -189,18 +187,8 @@ def test_gradients_are_as_good_as_torchs(model: str, context: str, monkeypatch: 
 def test_without_inputs_nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     model, called = of_layers(), []
     monkeypatch.setattr(nn.Module, "__call__", lambda *args: called.append(args))
-    root, entered, before = str(Path(fl.__file__).parent), [], sys.getprofile()
-
-    def note(frame: Any, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            entered.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        fl.fuse(model)
-    finally:
-        sys.setprofile(before)
-    assert called == [] and 0 < len(entered) <= 25 * len([*model.modules()]), len(entered)
+    names = entered(lambda: fl.fuse(model))
+    assert called == [] and 0 < len(names) <= 25 * len([*model.modules()]), len(names)
 
 
 def test_nothing_of_the_model_changes_but_forward(x: Tensor) -> None:
@@ -223,16 +211,6 @@ def test_nothing_of_the_model_changes_but_forward(x: Tensor) -> None:
     fl.unfuse(model)
     fl.unfuse(model)  # which is not fused
     assert {name: {**vars(module)} for name, module in model.named_modules()} == contents
-
-
-def test_a_forward_of_the_instance_runs_and_stays(x: Tensor) -> None:
-    model = MLP()
-    model.act.forward = own = lambda z: 3 * z
-    expected = model(x)
-    fl.fuse(model)
-    assert torch.equal(model(x), expected)
-    fl.unfuse(model)
-    assert model.act.forward is own
 
 
 @pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
@@ -326,19 +304,13 @@ def _activation(norm: bool) -> tuple[nn.Module, Tensor]:
 
 @pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
 @pytest.mark.parametrize("name", test_save_once.SHARES)
-def test_three_counts_agree(name: str, exact: bool) -> None:
+def test_bytes(name: str, exact: bool) -> None:
     make, inputs = cases.MODELS[name]
     model, x = make(), torch.cat([inputs()] * 4)
-    own = [*tensors_in(model), x]
-    theirs = saved_bytes(model, x, exclude=own)
+    theirs = kept(model, x)
     fl.fuse(model, exact=exact)
-    y = model(x)
-    found, of_result = count(y, exclude=own), y.untyped_storage().nbytes()
-    is_result_saved = count(y, exclude=[*own, y]).kept_bytes < found.kept_bytes
-    by_hooks = saved_bytes(model, x, exclude=own)
-    living = test_save_once._living(lambda: model(x), own) + is_result_saved * of_result
-    assert found.kept_bytes == pytest.approx(by_hooks, rel=0.01) == pytest.approx(living, rel=0.01)
-    assert by_hooks <= test_save_once.SHARES[name] * theirs
+    assert count(model(x), exclude=[*tensors_in(model), x]).kept_bytes == pytest.approx(kept(model, x), rel=0.01)
+    assert kept(model, x) <= test_save_once.SHARES[name] * theirs
 
 
 def test_an_activation_saves_its_output_where_nothing_replays_its_input() -> None:
@@ -523,39 +495,6 @@ def test_hooks_see_what_they_saw(exact: bool, x: Tensor) -> None:
     assert all(map(torch.equal, *seen)) if exact else are_near(seen[0], seen[1])
 
 
-def test_threads_do_not_meet(x: Tensor) -> None:
-    model = of_layers()
-    expected, results = model(x), []
-    fl.fuse(model, exact=True)
-
-    def work() -> None:
-        results.append(model(x))
-        results[-1].sum().backward()
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(results) == 4 and all(torch.allclose(result, expected) for result in results)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")  # on import
-def test_transforms(x: Tensor) -> None:
-    model, eager = of_layers(), of_layers()
-    fl.fuse(model)
-    doubled = {name: 2 * value for name, value in model.named_parameters()}
-    found = [
-        [
-            *torch.func.grad(lambda p, m=m: torch.func.functional_call(m, p, (x,)).sum())(doubled).values(),
-            torch.func.vmap(m)(x[None]),
-            *torch.func.jvp(m, (x,), (x,)),
-        ]
-        for m in (model, eager)
-    ]
-    assert all(map(torch.equal, *found))
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")
 def test_what_reads_code_sees_pytorchs_own(x: Tensor) -> None:
     """``torch.compile``, ``torch.export``, and tracing."""
@@ -600,55 +539,19 @@ def test_a_model_is_freed(x: Tensor) -> None:
         gc.enable()
 
 
-# --- norms of a user's ------------------------------------------------------------------------------------------------
+# --- norms ------------------------------------------------------------------------------------------------------------
 
 
-class WithMean(nn.LayerNorm):
-    def forward(self, x: Tensor) -> Any:
-        y = super().forward(x)
-        return y, y.mean()
-
-
-class TwoNorms(nn.LayerNorm):
-    def __init__(self) -> None:
-        super().__init__(IN)
-        self.post = nn.LayerNorm(IN, eps=1e-1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.post(super().forward(x))  # type: ignore[no-any-return]
-
-
-class Behind(nn.Module):
-    """A linear layer behind a norm, which may return more than a tensor."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        super().__init__()
-        self.first, self.norm, self.last = nn.Linear(IN, IN), norm, nn.Linear(IN, IN)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.first(x))
-        y = y[0] if isinstance(y, tuple) else y
-        return self.last(y)  # type: ignore[no-any-return]
-
-
-def _patched() -> nn.Module:
-    norm = nn.LayerNorm(IN)
-    norm.forward = lambda x: F.layer_norm(x, (IN,), 1 + norm.weight, norm.bias, 1e-1)  # type: ignore[method-assign]
-    return norm
-
-
-@pytest.mark.parametrize("make", [_patched, lambda: WithMean(IN), TwoNorms])
-@pytest.mark.parametrize("by", [lambda model: fl.fuse(model, exact=True), fl.save_once], ids=["fuse", "save_once"])
-def test_norms_that_compute_something_else(make: Callable[[], nn.Module], by: Callable[[nn.Module], Any]) -> None:
+def test_norms_that_compute_something_else() -> None:
     found = []
     for is_ours in (False, True):
         torch.manual_seed(0)
-        model, x = Behind(make()), torch.randn(512, IN)
-        entered = by(model) if is_ours else None
-        with entered if isinstance(entered, fl.save_once) else contextlib.nullcontext():
-            y = model(x)
-        y.square().sum().backward()
-        found.append([y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+        model, x = MLP(), torch.randn(512, IN)
+        norm = model.norm
+        norm.forward = lambda x, norm=norm: F.layer_norm(x, (IN,), 1 + norm.weight, norm.bias, 1e-1)
+        if is_ours:
+            fl.fuse(model, exact=True)
+        found.append(step(model, x))
     assert all(map(torch.equal, *found))
 
 
@@ -662,13 +565,6 @@ def test_parameters_of_inference_mode_are_left(x: Tensor) -> None:
     with fl.save_once(model):
         model(x).sum().backward()
     assert saved_tensors_hooks_on_top(True) is None
-
-
-def test_nothing_is_copied_that_is_as_large_as_the_result() -> None:
-    norm, x = nn.LayerNorm((16, 32, 32)), torch.randn(1, 16, 32, 32, requires_grad=True)
-    fl.fuse(norm)
-    y = norm(x)
-    assert y.grad_fn.metadata["fusedlayers.norm"] is None  # type: ignore[union-attr]
 
 
 def test_what_hooks_have_seen_stays_in_the_graph() -> None:
@@ -753,30 +649,7 @@ def test_notes(x: Tensor) -> None:
         assert "call it outside torch.no_grad() and torch.inference_mode()" in str(fl.fuse(MLP(), x))
 
 
-def test_progress_is_told(x: Tensor) -> None:
-    stages: list[tuple[str, float]] = []
-    fl.fuse(MLP(), x, progress=lambda *stage: stages.append(stage))
-    assert stages[0] == ("measuring the model", 0.0) and stages[-1] == ("done", 1.0)
-    assert [part for _, part in stages] == sorted(part for _, part in stages)
-
-
 # --- what is refused --------------------------------------------------------------------------------------------------
-
-
-def _scripted() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # TorchScript is deprecated
-        return torch.jit.script(nn.Sequential(nn.Linear(IN, HIDDEN), nn.GELU()))
-
-
-def _compiled() -> Any:
-    return torch.compile(MLP(), backend="eager")
-
-
-def _compiled_in_place() -> nn.Module:
-    model = MLP()
-    model.compile(backend="eager")
-    return model
 
 
 class Two(nn.Module):
@@ -785,28 +658,6 @@ class Two(nn.Module):
 
 
 X = torch.ones(ROWS, IN)
-REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
-    "class": (lambda: fl.fuse(MLP), TypeError, r"fuse: model must be an instance, MLP\(\.\.\.\), and not the class"),  # type: ignore[arg-type]
-    "number": (lambda: fl.fuse(3), TypeError, r"fuse: model must be an nn\.Module, got int: 3"),  # type: ignore[arg-type]
-    "function": (lambda: fl.fuse(F.gelu), TypeError, r"fuse: model must be an nn\.Module, got builtin"),  # type: ignore[arg-type]
-    "tensor": (lambda: fl.fuse(X, MLP()), TypeError, "got a tensor; the model comes first, then its inputs"),  # type: ignore[arg-type]
-    "unfuse": (lambda: fl.unfuse(F.gelu), TypeError, r"unfuse: model must be an nn\.Module"),  # type: ignore[arg-type]
-    "script": (lambda: fl.fuse(_scripted()), TypeError, "fuse: the model is of TorchScript; fuse it before you trace"),
-    "compiled": (lambda: fl.fuse(_compiled()), TypeError, "fuse: the model is compiled.*before torch.compile"),
-    "compiled in place": (lambda: fl.fuse(_compiled_in_place(), X), TypeError, "fuse: the model is compiled"),
-    "lazy": (lambda: fl.fuse(nn.LazyLinear(3)), ValueError, "fuse: weight has no shape yet; call the model once"),
-    "exact": (lambda: fl.fuse(MLP(), exact="yes"), TypeError, "fuse: exact must be True or False, got 'yes'"),  # type: ignore[arg-type]
-    "time": (lambda: fl.fuse(MLP(), X, time=1), TypeError, "fuse: time must be True or False, got 1"),  # type: ignore[arg-type]
-    "time alone": (lambda: fl.fuse(MLP(), time=True), ValueError, "fuse: time=True runs the model; pass inputs too"),
-    "progress": (lambda: fl.fuse(MLP(), X, progress="bar"), TypeError, "fuse: progress must be True, False, or a"),  # type: ignore[arg-type]
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_is_refused(name: str) -> None:
-    call, error, text = REFUSED[name]
-    with pytest.raises(error, match=text):
-        call()
 
 
 #: A model, its inputs, and what is said of them.

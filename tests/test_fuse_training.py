@@ -12,13 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import processes
 import pytest
-import recipe_cases as cases
-import test_save_once_distributed as engines
 import torch
 import torch.nn.functional as F
-from test_fuse import HIDDEN, IN, MLP, ROWS, are_near, fused
+from test_fuse import HIDDEN, IN, MLP, ROWS, are_near
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -176,30 +173,6 @@ def test_adapters(when: str) -> None:
         model.eval().merge_and_unload()(**inputs)
     assert all(map(torch.equal, found[0], found[1])) and are_near(found[2], found[0])
     assert max(bytes_kept[1:]) < 0.8 * bytes_kept[0]
-
-
-def _in_each(rank: int, processes: int) -> dict[str, bool]:
-    """Fused before the engine spreads a model, and behind."""
-    region.LEAST_BYTES = 1 << 6
-    found = {}
-    for name, wrap in {**engines.ENGINES}.items():
-
-        def fuse_and_wrap(model: nn.Sequential, wrap: Any = wrap) -> nn.Module:
-            fl.fuse(model, exact=True)
-            return wrap(model)  # type: ignore[no-any-return]
-
-        engines.ENGINES["fused before"] = fuse_and_wrap
-        for autocast in (False, True):
-            theirs = engines._trained(name, cases.eager, autocast)
-            for when, enter in (("fused before", cases.eager), (name, fused(exact=True))):
-                ours = engines._trained(when, enter, autocast)
-                found[f"{name}, {autocast}, {when}"] = len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
-    return found
-
-
-def test_several_processes(tmp_path: Path) -> None:
-    for found in processes.results(_in_each, 2, tmp_path):
-        assert len(found) == 12 and all(found.values()), found
 
 
 ON_A_GPU = """

@@ -9,7 +9,6 @@ import torch
 from gpu import DEVICE
 from reference import compare, leaves
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from fusedlayers import backends
 from fusedlayers.activations import Activation, resolve
@@ -56,16 +55,6 @@ def test_layouts(name: str, dtype: torch.dtype) -> None:
             assert name in ("transposed", "channels last")
 
 
-def _step(x: Tensor, retain: bool = False, around: Any = None) -> Tensor:
-    """The gradient of x."""
-    block = lambda x: _gated(x * 1, x.cos(), resolve("silu"))
-    y = block(x) if around is None else around(block, x)
-    dy = torch.linspace(-1, 1, y.numel()).view_as(y)
-    for _ in range(1 + retain):
-        (found,) = torch.autograd.grad(y, x, dy, retain_graph=retain)
-    return found
-
-
 def test_the_factors_are_saved_alone() -> None:
     (x,) = leaves((40, 300))
     assert saved_bytes(lambda: _gated(x * 1, x * 1, resolve("silu")), exclude=[x]) == 2 * x.nbytes
@@ -96,25 +85,6 @@ def test_gradients_are_written_over_factors_that_nobody_else_holds() -> None:
         assert (written == given) == (not is_held)
         if is_held:
             assert torch.equal(gate, before)
-
-
-def test_contexts() -> None:
-    (x,) = leaves((40, 300))
-    leaf = x.detach().clone().requires_grad_()
-    y = torch.nn.functional.silu(leaf) * leaf.cos()
-    (expected,) = torch.autograd.grad(y, leaf, torch.linspace(-1, 1, y.numel()).view_as(y))
-
-    def on_cpu(block: Any, x: Tensor) -> Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return block(x)  # type: ignore[no-any-return]
-
-    for options in (
-        {},
-        {"retain": True},
-        {"around": on_cpu},
-        {"around": lambda block, x: checkpoint(block, x, use_reentrant=False)},
-    ):
-        torch.testing.assert_close(_step(x, **options), expected)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("interpreter_converts")

@@ -1,25 +1,24 @@
 """Fused layers beside torch's: modules that no ``isinstance`` takes for a layer without an activation, with the same
-parameters, buffers, attributes and first values."""
+parameters, buffers, attributes and first values; and drop-in activations as torch's own."""
 
 from __future__ import annotations
 
 import copy
-import functools
-import re
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType
+import inspect
+import pickle
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.nn.functional as F
+from test_messages import hooked, parametrized, replaced
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
+from fusedlayers.memory import saved_bytes
 
 
 class Kind(NamedTuple):
@@ -137,24 +136,6 @@ def test_they_are_made_without_values_and_given_some_later(kind: Kind) -> None:
         _assert_computes(layer, copy.deepcopy(plain), x)
 
 
-@pytest.mark.parametrize(
-    ("ours", "torchs", "arguments", "options"),
-    [
-        (fl.FusedConvAct2d, nn.Conv2d, (6, 8, 3), {"groups": 4}),
-        (fl.FusedConvAct1d, nn.Conv1d, (6, 8, 3), {"padding": "same", "stride": 2}),
-    ],
-    ids=["groups", "padding"],
-)
-def test_torchs_constructor_checks_the_arguments(
-    ours: Any, torchs: Any, arguments: tuple[int, ...], options: dict[str, Any]
-) -> None:
-    with pytest.raises((ValueError, RuntimeError)) as expected:
-        torchs(*arguments, **options)
-    with pytest.raises(expected.type) as found:
-        ours(*arguments, **options)
-    assert str(found.value) == str(expected.value)
-
-
 @every_kind
 def test_state_loads_either_way(kind: Kind) -> None:
     layer, plain, x = kind.fused(), kind.plain(), kind.input()
@@ -219,99 +200,32 @@ def test_parametrized_weights(name: str, parametrize: Callable[[Any], Any]) -> N
     _assert_computes(layer, plain, x)
 
 
-@every_kind
-@pytest.mark.filterwarnings("ignore:.*stateless.functional_call.*:FutureWarning")
-def test_lent_parameters(kind: Kind) -> None:
-    layer, plain, x = kind.fused().eval(), kind.plain().eval(), kind.input()
-    lent = {name: torch.randn_like(p).abs_() for name, p in plain.named_parameters()}
-    before = copy.deepcopy(layer.state_dict())
-    expected = F.silu(torch.func.functional_call(plain, lent, (x,)))
-    for call in (torch.func.functional_call, torch.nn.utils.stateless.functional_call):
-        torch.testing.assert_close(call(layer, lent, (x,)), expected)
-        torch.testing.assert_close(layer.state_dict(), before, rtol=0, atol=0)
-    if lent:
-
-        def loss(parameters: dict[str, Tensor], of: nn.Module, after: Callable[[Tensor], Tensor]) -> Tensor:
-            return after(torch.func.functional_call(of, parameters, (x,))).square().sum()
-
-        ours = torch.func.grad(functools.partial(loss, of=layer, after=lambda y: y))(lent)
-        torchs = torch.func.grad(functools.partial(loss, of=plain, after=F.silu))(lent)
-        torch.testing.assert_close(ours, torchs, rtol=1e-4, atol=1e-3)
-
-
 # --- arithmetic that is counted ---------------------------------------------------------------------------------------
 
 
-def _flops(module: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Forward, and with the backward pass."""
-    with FlopCounterMode(display=False) as counter:
-        y = module(x)
-        forward = counter.get_total_flops()
-        y.sum().backward()
-    return forward, counter.get_total_flops()
-
-
-#: Small ones and large ones.
-COUNTED: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], tuple[int, ...]]] = {
-    "dense": (lambda: [nn.Linear(24, 40), nn.GELU()], fl.FusedDenseAct.from_modules, (16, 24)),
-    "large dense": (lambda: [nn.Linear(96, 112), nn.ReLU()], fl.FusedDenseAct.from_modules, (512, 96)),
-    "conv": (lambda: [nn.Conv2d(4, 8, 3), nn.SiLU()], fl.FusedConvAct2d.from_modules, (2, 4, 9, 9)),
-    "large conv": (lambda: [nn.Conv2d(16, 32, 3), nn.ReLU()], fl.FusedConvAct2d.from_modules, (4, 16, 24, 24)),
-    "mlp": (lambda: [nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 24)], fl.FusedMLP.from_modules, (16, 24)),
-    "large mlp": (lambda: [nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96)], fl.FusedMLP.from_modules, (512, 96)),
+#: A layer of modules, those, and the shape of an input.
+COUNTED: dict[str, tuple[Any, Callable[[], Any], tuple[int, ...]]] = {
+    "dense": (fl.FusedDenseAct, lambda: [nn.Linear(96, 112), nn.ReLU()], (512, 96)),
+    "conv": (fl.FusedConvAct2d, lambda: [nn.Conv2d(4, 8, 3), nn.SiLU()], (2, 4, 9, 9)),
+    "mlp": (fl.FusedMLP, lambda: [nn.Linear(96, 192), nn.GELU(), nn.Linear(192, 96)], (512, 96)),
 }
 
 
 @pytest.mark.parametrize("name", COUNTED)
 @pytest.mark.parametrize("needs_input", [True, False], ids=["input needs a gradient", "input needs none"])
 def test_torch_counts_as_much_arithmetic_as_in_eager(name: str, needs_input: bool) -> None:
-    modules, fused, shape = COUNTED[name]
-    eager, x = modules(), torch.randn(shape).requires_grad_(needs_input)
-    expected = _flops(nn.Sequential(*eager), x)
-    assert expected[0] > 0
-    assert _flops(fused(*eager), x) == expected  # type: ignore[call-arg]
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        fused(*eager)(x)  # type: ignore[call-arg]
-    assert counter.get_total_flops() == expected[0]
+    fused, make, shape = COUNTED[name]
+    modules, x, counts = make(), torch.randn(shape).requires_grad_(needs_input), []
+    for layer in (fused.from_modules(*modules), nn.Sequential(*modules)):
+        with FlopCounterMode(display=False) as counter:
+            y = layer(x)
+            forward = counter.get_total_flops()
+            y.sum().backward()
+        counts.append((forward, counter.get_total_flops()))
+    assert counts[0] == counts[1] and counts[0][0] > 0
 
 
-# --- what a call costs ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _entered() -> Iterator[list[str]]:
-    """The Python functions of the package that are entered; generators each time that they go on."""
-    names: list[str] = []
-
-    def note(frame: FrameType, event: str, argument: Any) -> None:
-        if event == "call" and "/fusedlayers/" in frame.f_code.co_filename:
-            names.append(frame.f_code.co_name)
-
-    sys.setprofile(note)
-    try:
-        yield names
-    finally:
-        sys.setprofile(None)
-
-
-def _before(function: str, module: nn.Module, x: Tensor) -> int:
-    """How many functions a warm call enters before this one."""
-    for _ in range(2):
-        module(x)
-    with _entered() as names:
-        module(x)
-    return names.index(function)
-
-
-_ACTIVATIONS = [
-    name for name in fl.__all__ if getattr(getattr(fl, name), "__module__", "") == "fusedlayers.nn.activations"
-]
-ACTIVATION_MODULES = [name for name in _ACTIVATIONS if hasattr(nn, name)]
-
-
-@pytest.mark.parametrize("name", ACTIVATION_MODULES)
-def test_a_drop_in_is_soon_at_the_function(name: str) -> None:
-    assert _before("bias_act", getattr(fl, name)(), torch.randn(300, requires_grad=True)) <= 3
+# --- what is noticed at each call -------------------------------------------------------------------------------------
 
 
 def test_a_drop_in_notices_what_is_changed() -> None:
@@ -337,62 +251,35 @@ BLOCKS: dict[str, Callable[[], Any]] = {
 every_block = pytest.mark.parametrize("make", BLOCKS.values(), ids=BLOCKS)
 
 
-@every_block
-def test_a_block_is_soon_at_the_function(make: Callable[[], Any]) -> None:
-    block = make()
-    function = "gated_mlp" if block.is_gated else "mlp"
-    assert _before(function, block, torch.randn(32, 8, requires_grad=True)) <= 4
-
-
 class _Kept(nn.Parameter):
     """A subclass of whose arithmetic nothing is known."""
 
 
-def _hook(layer: Any) -> Callable[[], object]:
-    return layer.register_forward_pre_hook(lambda *_: None).remove
-
-
-def _forward(layer: Any) -> Callable[[], object]:
-    layer.forward = lambda x: F.linear(x, layer.weight, layer.bias)
-    return lambda: delattr(layer, "forward")
-
-
-def _parametrized(layer: Any) -> Callable[[], object]:
-    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
-    return lambda: nn.utils.parametrize.remove_parametrizations(layer, "weight")
-
-
-def _subclassed(layer: Any) -> Callable[[], object]:
-    before = layer.weight
-    layer._parameters["weight"] = before.detach().as_subclass(_Kept)
-    return lambda: layer.register_parameter("weight", before)
+def subclassed(layer: Any) -> None:
+    layer._parameters["weight"] = layer.weight.detach().as_subclass(_Kept)
 
 
 @every_block
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (_hook, "must be called: it has hooks"),
-        (_forward, "must be called: its forward has been replaced"),
-        (_parametrized, "is a ParametrizedLinear"),
-        (_subclassed, "has a _Kept, which may compute something else"),
+        (hooked, "must be called: it has hooks"),
+        (replaced, "must be called: its forward has been replaced"),
+        (parametrized, "is a ParametrizedLinear"),
+        (subclassed, "has a _Kept, which may compute something else"),
     ],
     ids=["hook", "forward", "parametrization", "subclass"],
 )
 def test_a_block_notices_at_each_call_what_was_done_to_a_layer(
-    make: Callable[[], Any], change: Callable[[Any], Callable[[], object]], said: str
+    make: Callable[[], Any], change: Callable[[Any], object], said: str
 ) -> None:
-    block, x = make().eval(), torch.randn(32, 8)
-    expected, words = block(x), repr(block)
-    for name, layer in block.layers().items():
-        undo = change(layer)
-        with _entered() as names:
-            torch.testing.assert_close(block(x), expected)
-        assert "by_calls" in names and f"not fused: {name} {said}" in repr(block)
-        undo()
-        with _entered() as names:
-            torch.testing.assert_close(block(x), expected)
-        assert "by_calls" not in names and repr(block) == words
+    x = torch.randn(32, 8)
+    for name in make().layers():
+        block = make().eval()
+        expected = block(x)
+        change(block.layers()[name])
+        torch.testing.assert_close(block(x), expected)
+        assert f"not fused: {name} {said}" in repr(block)
 
 
 @every_block
@@ -416,85 +303,138 @@ def test_a_block_notices_at_each_call_that_a_layer_was_replaced(make: Callable[[
         assert torch.equal(block(x), expected) and whole.shape == expected.shape
 
 
-# --- what from_modules refuses ----------------------------------------------------------------------------------------
+# --- what layers say --------------------------------------------------------------------------------------------------
 
 
-def _whole_numbers(layer: Any) -> None:
-    layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("gelu",), "activation=gelu, saves the output (last bit = side of minimum)"),
+        (("relu",), "activation=relu, saves the output"),
+        ((nn.LeakyReLU(-1.0),), "activation=leaky_relu(negative_slope=-1), saves the input: with negative_slope = -1"),
+        ((torch.sin,), "activation=sin, saves the input: the function has a derivative that does not settle"),
+        ((None,), "activation=identity, saves nothing"),
+    ],
+)
+def test_its_repr_says_what_is_saved(arguments: tuple[object, ...], said: str) -> None:
+    assert said in repr(fl.FusedDenseAct(12, 40, *arguments))
 
 
-#: What is done to a layer of torch's, and the reason to refuse it then; {} is its class.
-CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "hook": (_hook, "the nn.{} must be called: it has hooks; leave it as it is"),
-    "forward": (_forward, "the nn.{} must be called: its forward has been replaced; leave it as it is"),
-    "parametrization": (_parametrized, "expected a plain nn.{}, got Parametrized{}, which may compute something else"),
-    "whole numbers": (_whole_numbers, "torch.int8 is no floating dtype; leave it as it is"),
+def test_its_repr_knows_the_dtype_and_the_choice() -> None:
+    assert "not fused: float64 is comp" in repr(fl.FusedDenseAct(12, 40, "gelu", dtype=torch.float64))
+    assert "saves nothing and recomputes" in repr(fl.FusedDenseAct(12, 40, "gelu", save="recompute"))
+
+
+# --- drop-ins ---------------------------------------------------------------------------------------------------------
+
+_ACTIVATIONS = [
+    name for name in fl.__all__ if getattr(getattr(fl, name), "__module__", "") == "fusedlayers.nn.activations"
+]
+DROP_IN_MODULES = [name for name in _ACTIVATIONS if hasattr(nn, name)]
+DROP_IN_FUNCTIONS = [name for name in _ACTIVATIONS if hasattr(F, name)]
+
+#: Arguments other than the defaults, in torch's order.
+OTHER_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "celu": {"alpha": 0.5},
+    "elu": {"alpha": 0.5},
+    "gelu": {"approximate": "tanh"},
+    "hardtanh": {"min_val": -0.3, "max_val": 2.5},
+    "leaky_relu": {"negative_slope": 0.2},
+    "softplus": {"beta": 2.0, "threshold": 18.0},
+    "softshrink": {"lambd": 0.2},
 }
-#: By torch's layer, another that is much like it.
-OTHERS: dict[str, Callable[[], Any]] = {
-    "Linear": lambda: nn.LazyLinear(8),
-    "Conv1d": lambda: nn.ConvTranspose1d(6, 8, 3),
-    "Conv2d": lambda: nn.LazyConv2d(8, 3),
-    "Conv3d": lambda: nn.Conv2d(6, 8, 3),
-}
+SAMPLE = torch.linspace(-8, 8, 1001)
+BIG = 2e-4  # a folded derivative from float32 outputs
 
 
-def _changed(layer: Any, change: Callable[[Any], object]) -> Any:
-    change(layer)
-    return layer
+def _function_name(module_name: str) -> str:
+    return {"LeakyReLU": "leaky_relu"}.get(module_name, module_name.lower())
 
 
-def _refused_layers() -> Iterator[Any]:
-    for ours, kind in {kind.ours: kind for kind in KINDS.values()}.items():
-        torchs = kind.torchs.__name__
-        plain = functools.partial(kind.torchs, *kind.arguments)
-        calls: dict[str, tuple[Callable[[], Any], str]] = {
-            what: (lambda plain=plain, change=change: _changed(plain(), change), said.format(torchs, torchs))
-            for what, (change, said) in CHANGES.items()
-        }
-        for what, make in {
-            "Own": functools.partial(type("Own", (kind.torchs,), {}), *kind.arguments),
-            ours.__name__: kind.fused,
-            type(OTHERS[torchs]()).__name__: OTHERS[torchs],
-        }.items():
-            calls[what] = make, f"expected a plain nn.{torchs}, got {what}, which may compute something else"
-        for what, (make, said) in calls.items():
-            call = functools.partial(lambda ours, make: ours.from_modules(make(), "relu"), ours, make)
-            yield pytest.param(call, TypeError, f"{ours.__name__}.from_modules: {said}", id=f"{ours.__name__}, {what}")
+@pytest.mark.parametrize("name", DROP_IN_MODULES)
+@pytest.mark.parametrize("other", [False, True], ids=["defaults", "arguments"])
+def test_drop_in_modules(name: str, other: bool) -> None:
+    arguments = OTHER_ARGUMENTS.get(_function_name(name), {}) if other else {}
+    ours, torchs = getattr(fl, name)(**arguments), getattr(nn, name)(**arguments)
+    assert isinstance(ours, getattr(nn, name))
+    assert repr(ours) == repr(torchs)
+    assert list(inspect.signature(type(ours)).parameters) == list(inspect.signature(type(torchs)).parameters)
+    x, same = SAMPLE.clone().requires_grad_(), SAMPLE.clone().requires_grad_()
+    torch.testing.assert_close(ours(x), torchs(same))
+    dy = torch.linspace(-1, 1, len(SAMPLE))
+    ours(x).backward(dy)
+    torchs(same).backward(dy)
+    torch.testing.assert_close(x.grad, same.grad, rtol=1e-5, atol=BIG)
+    for clone in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert type(clone) is type(ours)
+        assert torch.equal(clone(SAMPLE), ours(SAMPLE))
 
 
-_linear = functools.partial(nn.Linear, bias=False)
+@pytest.mark.parametrize("name", DROP_IN_MODULES)
+def test_drop_in_modules_save_their_output_only(name: str) -> None:
+    x = torch.randn(1000, requires_grad=True)
+    module = getattr(fl, name)()
+    w = torch.randn(1000, requires_grad=True)
+
+    def followed(f: nn.Module) -> int:
+        return saved_bytes(lambda: (f(2 * x) * w).sum())  # the product keeps y
+
+    assert followed(module) == 4000
+    assert followed(module) <= followed(getattr(nn, name)())
 
 
-def _refused_blocks() -> Iterator[Any]:
-    def mlp(*layers: Any) -> Callable[[], Any]:
-        return lambda: fl.FusedMLP.from_modules(layers[0], "relu", layers[1])
-
-    def gated(*layers: Any) -> Callable[[], Any]:
-        return lambda: fl.FusedGatedMLP.from_modules(layers[0], "relu", *layers[1:])
-
-    first, last = _linear(4, 8), _linear(8, 4)
-    for call, error, said in (
-        (mlp(first, nn.Conv1d(1, 1, 1)), TypeError, "fc2 must be a plain nn.Linear, got Conv1d"),
-        (
-            lambda: fl.FusedMLP.from_modules(first, last, nn.GELU()),
-            TypeError,
-            "fc2 must be a plain nn.Linear, got GELU, and Linear as the activation, which comes second",
-        ),
-        (mlp(fl.FusedDenseAct(4, 8), last), TypeError, "fc1 must be a plain nn.Linear, got FusedDenseAct"),
-        (gated(first, first, None), TypeError, "down_proj must be a plain nn.Linear, got NoneType"),
-        (mlp(_changed(_linear(4, 8), _whole_numbers), last), TypeError, "fc1 is of torch.int8, which is no floating"),
-        (mlp(first, _linear(9, 4)), ValueError, "fc1 makes 8 features of 4, where fc2 with 9 input features needs 9"),
-        (gated(first, _linear(4, 9), last), ValueError, "up_proj makes 9 features of 4, where down_proj with 8"),
-        (gated(first, _linear(5, 8), last), ValueError, "up_proj makes 8 features of 5, where down_proj with 8"),
-        (gated(first, None, last), ValueError, "gate_up_proj makes 8 features of 4, where down_proj with 8"),
-        (gated(first, _linear(4, 8, device="meta"), last), ValueError, "up_proj is on meta but down_proj is on cpu"),
-    ):
-        ours = "FusedGatedMLP" if "proj" in said else "FusedMLP"
-        yield pytest.param(call, error, f"{ours}.from_modules: {said}", id=said)
+@pytest.mark.parametrize("name", DROP_IN_FUNCTIONS)
+def test_drop_in_functions(name: str) -> None:
+    ours, torchs = getattr(fl, name), getattr(F, name)
+    other = OTHER_ARGUMENTS.get(name, {})
+    cases: list[tuple[tuple[Any, ...], dict[str, Any]]] = [((), {}), ((), other)]
+    if name != "gelu":  # its argument is keyword-only in torch
+        cases.append((tuple(other.values()), {}))
+    for positional, keywords in cases:
+        x, same = SAMPLE.clone().requires_grad_(), SAMPLE.clone().requires_grad_()
+        y, expected = ours(x, *positional, **keywords), torchs(same, *positional, **keywords)
+        torch.testing.assert_close(y, expected)
+        y.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(x.grad, same.grad, rtol=1e-5, atol=BIG)
 
 
-@pytest.mark.parametrize(("call", "error", "said"), [*_refused_layers(), *_refused_blocks()])
-def test_from_modules_refuses(call: Callable[[], Any], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=f"^{re.escape(said)}"):
-        call()
+@pytest.mark.parametrize("name", ["quick_gelu", "squared_relu"])
+def test_functions_that_torch_lacks(name: str) -> None:
+    formula = {"quick_gelu": lambda z: z * torch.sigmoid(1.702 * z), "squared_relu": lambda z: F.relu(z) ** 2}[name]
+    torch.testing.assert_close(getattr(fl, name)(SAMPLE), formula(SAMPLE))
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in DROP_IN_MODULES if "inplace" in inspect.signature(getattr(nn, n)).parameters]
+)
+def test_inplace_modules_overwrite(name: str) -> None:
+    module = getattr(fl, name)(inplace=True)
+    leaf = SAMPLE.clone().requires_grad_()
+    z = leaf * 1
+    assert module(z) is z
+    torch.testing.assert_close(z, getattr(nn, name)()(SAMPLE))
+    with pytest.raises(RuntimeError, match="inplace=True on a leaf"):
+        module(leaf)
+
+
+@pytest.mark.parametrize("name", [n for n in DROP_IN_FUNCTIONS if n != "gelu"])
+def test_inplace_functions_overwrite(name: str) -> None:
+    z = SAMPLE.clone()
+    assert getattr(fl, name)(z, inplace=True) is z
+    torch.testing.assert_close(z, getattr(F, name)(SAMPLE))
+
+
+def test_a_subclass_of_a_drop_in_keeps_its_own_forward() -> None:
+    class Doubled(fl.GELU):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    class Renamed(fl.GELU):
+        pass
+
+    torch.testing.assert_close(Doubled()(SAMPLE), 2 * F.gelu(SAMPLE))
+    torch.testing.assert_close(fl.FusedDenseAct(1001, 3, Doubled())(SAMPLE).shape, torch.Size([3]))
+    torch.testing.assert_close(Renamed()(SAMPLE), F.gelu(SAMPLE))
+    layer = fl.FusedDenseAct(1001, 300, Renamed())
+    torch.testing.assert_close(layer(SAMPLE), F.gelu(F.linear(SAMPLE, layer.weight, layer.bias)))

@@ -1,145 +1,348 @@
-"""What the functional interface says to a call that it refuses: one table, and nothing is written before."""
+"""What is said of wrong arguments, by functions, layers, ``fuse``, ``save_once`` and ``fit``: a table of functions that
+take tensors, and one of all other calls. Nothing is written before."""
 
-import math
-from collections.abc import Callable
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from subjects import SUBJECTS
+from test_contracts import MODULES
 from torch import Tensor, nn
 
 import fusedlayers as fl
 
-X, W, B = torch.randn(4, 3), torch.randn(5, 3), torch.randn(5)
-LEAF = torch.randn(30, 40, requires_grad=True)
-NOT_ONE = "all tensors must have one dtype, got "
+# --- functions of tensors ---------------------------------------------------------------------------------------------
 
+X, W, B = torch.randn(2, 4, 9, 7), torch.randn(8, 4, 3, 3), torch.randn(8)
+R = torch.randn(2, 8, 7, 5)
+WHOLE = torch.ones(2, 4, dtype=torch.int64)
 
-def dense(x: Any = X, w: Any = W, b: Any = B, activation: Any = "gelu", **options: Any) -> Callable[[], Tensor]:
-    return lambda: fl.dense_bias_act(x, w, b, activation, **options)
-
-
-def act(x: Any = X, b: Any = None, activation: Any = "gelu", **options: Any) -> Callable[[], Tensor]:
-    return lambda: fl.bias_act(x, b, activation, **options)
-
-
-#: A call, the error, and how the message begins: it names the function, what it got, what it expected, what to do.
-TABLE: list[tuple[Callable[[], Any], type[Exception], str]] = [
-    # shapes
-    (dense(w=torch.randn(5, 4)), ValueError, "dense_bias_act: expected input (..., in) and weight (out, in), got (4, 3)"
-     " and (5, 4); the input's last dimension must be the weight's second"),
-    (dense(w=W[0]), ValueError, "dense_bias_act: expected input (..., in) and weight (out, in), got (4, 3) and (3,)"),
-    (dense(torch.tensor(1.0)), ValueError, "dense_bias_act: expected input (..., in) and weight (out, in), got ()"),
-    (dense(b=torch.randn(3)), ValueError, "dense_bias_act: expected bias (5,) for weight (5, 3), got (3,)"),
-    (dense(b=torch.randn(5, 1)), ValueError, "dense_bias_act: expected bias (5,) for weight (5, 3), got (5, 1)"),
-    (dense(b=torch.tensor(1.0)), ValueError, "dense_bias_act: expected bias (5,) for weight (5, 3), got ()"),
-    (dense(residual=B), ValueError, "dense_bias_act: expected residual (4, 5), like the result, got (5,)"),
-    (act(b=torch.randn(4)), ValueError, "bias_act: expected bias (3,) along dim -1 of (4, 3), got (4,)"),
-    (act(b=torch.randn(3), dim=0), ValueError, "bias_act: expected bias (4,) along dim 0 of (4, 3), got (3,)"),
-    (act(b=X), ValueError, "bias_act: expected bias (3,) along dim -1 of (4, 3), got (4, 3)"),
-    (act(b=B[:3], dim=2), ValueError, "bias_act: dim must lie in [-2, 2) for (4, 3), got 2"),
-    (act(b=B[:3], dim=1.0), TypeError, "bias_act: dim must be an int, got float: 1.0"),
-    (act(torch.tensor(1.0), B[:1]), ValueError, "bias_act: an input of shape () has no dim along which a bias could run"
-     "; pass None"),
-    # devices and dtypes
-    (dense(w=W.to("meta")), ValueError, "dense_bias_act: weight is on meta but input is on cpu; move one of them"),
-    (dense(X.to("meta")), ValueError, "dense_bias_act: weight is on cpu but input is on meta; move one of them"),
-    (act(b=B[:3].to("meta")), ValueError, "bias_act: bias is on meta but input is on cpu; move one of them"),
-    (dense(w=W.double()), ValueError, f"dense_bias_act: {NOT_ONE}input torch.float32, weight torch.float64, bias "
-     "torch.float32; convert them, or use torch.autocast"),
-    (dense(X.half(), b=None), ValueError, f"dense_bias_act: {NOT_ONE}input torch.float16, weight torch.float32; "),
-    (act(b=B[:3].double()), ValueError, f"bias_act: {NOT_ONE}input torch.float32, bias torch.float64; convert one of"),
-    # tensors
-    (dense(None), TypeError, "dense_bias_act: input must be a tensor, got NoneType"),
-    (dense(w=None), TypeError, "dense_bias_act: weight must be a tensor, got NoneType"),
-    (dense([1.0]), TypeError, "dense_bias_act: input must be a tensor, got list"),
-    (dense(b=True), TypeError, "dense_bias_act: bias must be a tensor, got bool; pass None for no bias"),
-    (act(None), TypeError, "bias_act: input must be a tensor, got NoneType"),
-    (act(math.pi, inplace=True), TypeError, "bias_act: input must be a tensor, got float"),
-    # options
-    (dense(save="outputs"), ValueError, "dense_bias_act: save must be one of auto, output, input, recompute, got"),
-    (act(save=None), ValueError, "bias_act: save must be one of auto, output, input, recompute, got None"),
-    (act(save=["auto"]), ValueError, "bias_act: save must be one of auto, output, input, recompute, got ['auto']"),
-    (dense(dropout="much"), TypeError, "dense_bias_act: dropout must be a number, got str: 'much'"),
-    (act(dropout=1.5), ValueError, "bias_act: dropout must lie in [0, 1], got 1.5"),
-    (act(dropout=0.5, inplace=True), ValueError, "bias_act: dropout and inplace=True; drop one of them"),
-    (act(inplace=True, save="recompute"), ValueError, "bias_act: save='recompute' needs the input, which inplace=True "
-     "overwrites; drop one of them"),
-    (act(LEAF, inplace=True), RuntimeError, "bias_act: inplace=True on a leaf that requires grad; use inplace=False or "
-     "detach the input"),
-    (act(LEAF[3:], inplace=True), RuntimeError, "bias_act: inplace=True on a view of a leaf that requires grad; use "),
-    (act(LEAF.view(-1), activation=None, inplace=True), RuntimeError, "bias_act: inplace=True on a view of a leaf "),
-    # activations
-    (dense(activation="gleu"), ValueError, "dense_bias_act: unknown activation 'gleu'; did you mean 'gelu'? The known "
-     f"ones are: {', '.join(fl.activations())}"),
-    (act(activation=3), TypeError, "bias_act: activation must be a name, a module, a function or None, got int: 3"),
-    (lambda: fl.FusedDenseAct(3, 4, False), TypeError, "FusedDenseAct: activation must be a name, a module, a function "  # type: ignore[arg-type]
-     "or None, got bool: False; write bias=False"),
-    # blocks: what is theirs alone; test_mlp.py has the shapes
-    (lambda: fl.mlp(X, W, None, W.t(), None, chunks=4.0), TypeError, "mlp: chunks must be an int, got float: 4.0"),  # type: ignore[arg-type]
-    (lambda: fl.mlp(X, W, None, W.t(), None, chunks=0), ValueError, "mlp: chunks must be at least 1, got 0"),
-    (lambda: fl.gated_mlp(X, W, None, W, None, W.t(), None, save="output"), ValueError, "gated_mlp: save='output' is "
-     "not possible: a product does not determine its factors; use save='auto', 'input' or 'recompute'"),
-    (lambda: fl.gated_mlp(X, W, None, None, B, W.t(), None), ValueError, "gated_mlp: bias_up without weight_up; packed "
-     "weights have packed biases, in bias_gate"),
-    # layers
-    (lambda: fl.FusedDenseAct(3, "gelu"), TypeError, "FusedDenseAct: out_features must be an int, got str: 'gelu'; if "  # type: ignore[arg-type]
-     "an activation is meant, write activation='gelu'"),
-    (lambda: fl.FusedDenseAct(-1, 4), ValueError, "FusedDenseAct: in_features must not be negative, got -1"),
-    (lambda: fl.FusedConvAct2d(3, 4, "3"), TypeError, "FusedConvAct2d: kernel_size must be an int, or one for each "  # type: ignore[arg-type]
-     "dimension, got '3'"),
+#: Functions, and arguments that fit.
+GOOD: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "dense_bias_act": (
+        fl.dense_bias_act, {"input": torch.randn(3, 4), "weight": torch.randn(8, 4), "bias": B, "activation": "gelu"},
+    ),
+    "conv_bias_act": (fl.conv_bias_act, {"input": X, "weight": W, "bias": B, "activation": "gelu"}),
+    "mlp": (
+        fl.mlp,
+        {
+            "input": torch.randn(3, 4), "weight1": torch.randn(8, 4), "bias1": B,
+            "weight2": torch.randn(4, 8), "bias2": torch.randn(4),
+        },
+    ),
+    "gated_mlp": (
+        fl.gated_mlp,
+        {
+            "input": torch.randn(3, 4), "weight_gate": torch.randn(8, 4), "bias_gate": B,
+            "weight_up": torch.randn(8, 4), "bias_up": B, "weight_down": torch.randn(4, 8), "bias_down": None,
+        },
+    ),
+}  # fmt: skip
+_ONE = {"weight_up": None, "bias_up": None}
+#: Function, what is passed instead, and what is said behind the function's name, as a pattern.
+ROWS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
+    ("conv_bias_act", {"input": X[0, 0]}, ValueError, r"expected input \(batch, in, ...\) or \(in, ...\) with 2 .*got"),
+    ("conv_bias_act", {"input": X[:, :3]}, ValueError, r"input \(2, 3, 9, 7\), weight \(8, 4, 3, 3\) and groups=1 do"),
+    ("conv_bias_act", {"input": X[:, :, :2]}, ValueError, "the kernel of weight .* is larger than input"),
+    ("conv_bias_act", {"input": 1.0}, TypeError, "input must be a tensor, got float"),
+    ("conv_bias_act", {"input": X.long()}, TypeError, "input must have a floating dtype"),
+    ("conv_bias_act", {"weight": W[0, 0]}, ValueError, r"expected weight .* one to three spatial .*, got \(3, 3\)"),
+    ("conv_bias_act", {"weight": W[:0], "bias": None}, ValueError, r"weight \(0, 4, 3, 3\) has no output channel"),
+    ("conv_bias_act", {"weight": W[..., :0]}, ValueError, r"weight \(8, 4, 3, 0\) has no .* kernel of no size"),
+    ("conv_bias_act", {"weight": W.double()}, ValueError, "all tensors must have one dtype, .* weight torch.float64"),
+    ("conv_bias_act", {"weight": W.to("meta")}, ValueError, "weight is on meta but input is on cpu"),
+    ("conv_bias_act", {"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
+    ("conv_bias_act", {"weight": W.cfloat()}, TypeError, "weight must have a floating dtype"),
+    ("conv_bias_act", {"bias": B[:7]}, ValueError, r"expected bias \(8,\) for weight \(8, 4, 3, 3\), got \(7,\)"),
+    ("conv_bias_act", {"bias": True}, TypeError, "bias must be a tensor, got bool; pass None for no bias"),
+    ("conv_bias_act", {"stride": 0}, ValueError, "stride must be 2 numbers, or one, of at least 1, got 0"),
+    ("conv_bias_act", {"stride": (1, 1, 1)}, ValueError, "stride must be 2 numbers"),
+    ("conv_bias_act", {"stride": "2"}, TypeError, "stride must be an int or a sequence of them, got '2'"),
+    ("conv_bias_act", {"stride": True}, TypeError, "stride must be an int"),
+    ("conv_bias_act", {"dilation": (1, None)}, TypeError, "dilation must be an int or a sequence of them, got"),
+    ("conv_bias_act", {"dilation": 5}, ValueError, r"the kernel of .*, with dilation \(5, 5\), is larger than input"),
+    ("conv_bias_act", {"padding": -1}, ValueError, "padding must be 2 numbers, or one, of at least 0, got -1"),
+    ("conv_bias_act", {"padding": "full"}, ValueError, "padding must be numbers, 'same' or 'valid', got 'full'"),
+    ("conv_bias_act", {"padding": "same", "stride": 2}, ValueError, r"padding='same' needs stride 1, got \(2, 2\)"),
+    ("conv_bias_act", {"padding": None}, TypeError, "padding must be an int"),
+    ("conv_bias_act", {"groups": 3}, ValueError, ".* groups=3 do not fit"),
+    ("conv_bias_act", {"groups": True}, ValueError, ".* groups=True do not fit"),
+    ("conv_bias_act", {"activation": "gelo"}, ValueError, "unknown activation 'gelo'"),
+    ("conv_bias_act", {"activation": nn.GELU}, TypeError, "activation must be an instance"),
+    ("conv_bias_act", {"activation": nn.PReLU(), "save": "output"}, ValueError, "save='output' is not possible for"),
+    ("conv_bias_act", {"save": "all"}, ValueError, "save must be one of auto, output, input, recompute, got 'all'"),
+    ("conv_bias_act", {"dropout": 1.5}, ValueError, "dropout must"),
+    ("conv_bias_act", {"residual": R[..., :-1]}, ValueError, r"expected residual \(2, 8, 7, 5\), like the result, got"),
+    ("conv_bias_act", {"residual": R[None]}, ValueError, "expected residual .*, like the result, got"),
+    ("conv_bias_act", {"residual": R.double()}, ValueError, "all tensors must have one dtype, .* residual torch.float"),
+    ("conv_bias_act", {"residual": R.to("meta")}, ValueError, "residual is on meta but input is on cpu"),
+    ("conv_bias_act", {"residual": R.long()}, TypeError, "residual must have a floating dtype"),
+    ("dense_bias_act", {"residual": R.sum()}, ValueError, r"expected residual \(3, 8\), .*, got \(\)"),
+    ("dense_bias_act", {"residual": 1.0}, TypeError, "residual must be a tensor, got .*; pass None for no residual"),
+    ("dense_bias_act", {"dropout": -0.1}, ValueError, "dropout must"),
+    ("dense_bias_act", {"dropout": float("nan")}, ValueError, "dropout must"),
+    ("dense_bias_act", {"dropout": True}, TypeError, "dropout must"),
+    ("mlp", {"input": torch.randn(3, 5)}, ValueError, r"expected input \(..., in\) and weight1 \(out, in\), got \(3"),
+    ("mlp", {"input": WHOLE}, TypeError, "input must have a floating dtype"),
+    ("mlp", {"weight1": torch.randn(8)}, ValueError, "expected input"),
+    ("mlp", {"weight1": [1.0]}, TypeError, "weight1 must be a tensor, got list"),
+    ("mlp", {"bias1": torch.randn(7)}, ValueError, r"expected bias1 \(8,\) for weight1 \(8, 4\), got \(7,\)"),
+    ("mlp", {"bias1": 0.0}, TypeError, "bias1 must be a tensor, got float; pass None for no bias1"),
+    ("mlp", {"weight2": torch.randn(4, 9)}, ValueError, r"expected weight2 \(out, hidden\) for weight1 \(hidden,"),
+    ("mlp", {"weight2": torch.randn(4, 8, 1)}, ValueError, "expected weight2"),
+    ("mlp", {"weight2": torch.randn(4, 8, device="meta")}, ValueError, "weight2 is on meta but input is on cpu"),
+    ("mlp", {"weight2": None}, TypeError, "weight2 must be a tensor, got NoneType"),
+    ("mlp", {"bias2": B}, ValueError, r"expected bias2 \(4,\)"),
+    ("mlp", {"bias2": torch.randn(4).double()}, ValueError, "all tensors must have one dtype, .*bias2 torch.float64"),
+    ("mlp", {"activation": "gleu"}, ValueError, ".*gleu"),
+    ("mlp", {"save": "nothing"}, ValueError, "save must be one of"),
+    ("mlp", {"dropout": 1.5}, ValueError, r"dropout must lie in \[0, 1\], got 1.5"),
+    ("mlp", {"dropout": "much"}, TypeError, "dropout must be a number"),
+    ("mlp", {"chunks": 0}, ValueError, "chunks must be at least 1"),
+    ("mlp", {"chunks": 2.0}, TypeError, "chunks must be an int"),
+    ("gated_mlp", {"weight_up": torch.randn(9, 4), "bias_up": None}, ValueError, r".*weight_up \(9, 4\) must have the"),
+    ("gated_mlp", {**_ONE, "weight_gate": torch.randn(9, 4), "bias_gate": None}, ValueError,
+     r"without weight_up, weight_gate must hold both, \(2 \* hidden, in\), got \(9, 4\)"),
+    ("gated_mlp", _ONE, ValueError,
+     r"expected weight_down \(out, hidden\) for weight_gate \(2 \* hidden, in\), got \(4, 8\) and \(8, 4\); "
+     r"weight_down\.shape\[1\] must be half of weight_gate\.shape\[0\]"),
+    ("gated_mlp", {**_ONE, "bias_gate": B[:4]}, ValueError, r"expected bias_gate \(8,\) for weight_gate \(8, 4\), got"),
+    ("gated_mlp", {"weight_up": None}, ValueError, ".*bias_up without weight_up"),
+    ("gated_mlp", {"weight_down": torch.randn(4, 9)}, ValueError, r".*expected weight_down \(out, hidden\) for weight"),
+    ("gated_mlp", {"save": "output"}, ValueError, "save='output' is not possible: a product does not determine"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "begins"), TABLE, ids=[begins[:60] for _, _, begins in TABLE])
-def test_the_message(call: Callable[[], Any], error: type[Exception], begins: str) -> None:
-    before = [t.detach().clone() for t in (X, W, B, LEAF)]
-    for _ in range(2):  # also where a call like it was refused before
-        with pytest.raises(error) as caught:
-            call()
-        assert str(caught.value).startswith(begins), str(caught.value)
-    assert all(map(torch.equal, (X, W, B, LEAF), before))
-
-
-BAD_DTYPES = (torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
-
-
-@pytest.mark.parametrize("dtype", BAD_DTYPES, ids=str)
-def test_only_floating_dtypes(dtype: torch.dtype) -> None:
-    bad = torch.ones(4, 3).to(dtype)
-    hint = "" if dtype.is_complex else "; convert it first"
-    for begins, call in {
-        "dense_bias_act: input": dense(bad),
-        "dense_bias_act: weight": dense(w=bad, b=None),
-        "dense_bias_act: bias": dense(b=bad[0], activation=None),
-        "dense_bias_act: residual": dense(residual=bad),
-        "bias_act: input": act(bad, activation=torch.sin, inplace=True),
-        "bias_act: bias": act(b=bad[0]),
-    }.items():
-        with pytest.raises(TypeError, match=rf"^{begins} must have a floating dtype \(.*\), got {dtype}{hint}$"):
-            call()
-
-
 @pytest.mark.parametrize(
-    ("activation", "dtype", "reason"),
-    [
-        (nn.LeakyReLU(-0.1), torch.float32, "negative_slope = -0.1"),
-        (nn.CELU(-1.0), torch.bfloat16, "alpha = -1"),
-        (nn.Threshold(0.0, 1.0), torch.float32, "value > threshold"),
-        (nn.Softplus(1.0, 2.0), torch.float32, "threshold = 2"),
-        ("gelu", torch.float64, "float64 is computed by PyTorch"),
-        (torch.sin, torch.float32, "a derivative that does not settle to a constant"),
-        (nn.PReLU(), torch.float32, "PReLU reads tensors that training may change"),
-    ],
-    ids=["leaky_relu", "celu", "threshold", "softplus", "float64", "sin", "prelu"],
+    ("function", "change", "error", "said"),
+    ROWS,
+    ids=[f"{i} {row[0]}: {', '.join(row[1])}" for i, row in enumerate(ROWS)],
 )
-def test_save_output_where_the_output_does_not_suffice(activation: object, dtype: torch.dtype, reason: str) -> None:
-    x, w = X.to(dtype), W.to(dtype)
-    before = x.clone()
-    options = {"activation": activation, "save": "output"}
-    calls = {"dense_bias_act": dense(x, w, None, **options), "bias_act": act(x, **options, inplace=True)}
-    for name, call in calls.items():
-        with pytest.raises(ValueError, match=f"^{name}: save='output' is not possible for .* in {dtype}: ") as error:
-            call()
-        assert reason in str(error.value) and str(error.value).endswith("; use save='auto', 'input' or 'recompute'")
-    assert torch.equal(x, before)
+def test_functions(function: str, change: dict[str, Any], error: type[Exception], said: str) -> None:
+    call, good = GOOD[function]
+    given = {**good, **change}
+    tensors = [t for t in given.values() if isinstance(t, Tensor) and not t.is_meta]
+    before = [t.clone() for t in tensors]
+    for grad in (True, False):
+        with pytest.raises(error, match=f"^{function}: {said}"), torch.set_grad_enabled(grad):
+            call(**given)
+    assert all(map(torch.equal, tensors, before))
+
+
+# --- layers -----------------------------------------------------------------------------------------------------------
+
+
+def hooked(layer: Any) -> Any:
+    layer.register_forward_pre_hook(lambda *_: None)
+    return layer
+
+
+def replaced(layer: Any) -> Any:
+    layer.forward = lambda x: F.linear(x, layer.weight, layer.bias)
+    return layer
+
+
+def parametrized(layer: Any) -> Any:
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return layer
+
+
+def whole_numbers(layer: Any) -> Any:
+    layer.weight = nn.Parameter(layer.weight.detach().to(torch.int8), requires_grad=False)
+    return layer
+
+
+#: What is done to a layer of torch's, and the reason to refuse it then; {} is its class.
+CHANGES: dict[Callable[[Any], Any], str] = {
+    hooked: "the nn.{} must be called: it has hooks; leave it as it is",
+    replaced: "the nn.{} must be called: its forward has been replaced; leave it as it is",
+    parametrized: "expected a plain nn.{}, got Parametrized{}, which may compute something else",
+    whole_numbers: "torch.int8 is no floating dtype; leave it as it is",
+}
+#: A layer, torch's, and others that are much like that.
+KINDS: list[tuple[Any, Callable[[], Any], list[Callable[[], Any]]]] = [
+    (fl.FusedDenseAct, partial(nn.Linear, 4, 8), [lambda: nn.LazyLinear(8), lambda: fl.FusedDenseAct(4, 8)]),
+    (fl.FusedConvAct1d, partial(nn.Conv1d, 6, 8, 3), [lambda: nn.ConvTranspose1d(6, 8, 3)]),
+    (fl.FusedConvAct2d, partial(nn.Conv2d, 6, 8, 3), [lambda: nn.LazyConv2d(8, 3)]),
+    (fl.FusedConvAct3d, partial(nn.Conv3d, 6, 8, 3), [lambda: nn.Conv2d(6, 8, 3)]),
+]
+
+
+def _modules_of_a_layer() -> Iterator[Any]:
+    for ours, make, others in KINDS:
+        torchs = type(make()).__name__
+        own = type("Own", (type(make()),), {})
+        given = [(change(make()), said.format(torchs, torchs)) for change, said in CHANGES.items()]
+        for other in (*(other() for other in others), own(*make.args)):  # type: ignore[attr-defined]
+            kind = type(other).__name__
+            given.append((other, f"expected a plain nn.{torchs}, got {kind}, which may compute something else"))
+        for module, said in given:
+            call = partial(ours.from_modules, module, "relu")
+            yield call, TypeError, f"^{re.escape(f'{ours.__name__}.from_modules: {said}')}"
+
+
+_linear = partial(nn.Linear, bias=False)
+
+
+def _modules_of_a_block() -> Iterator[Any]:
+    def mlp(*layers: Any) -> Callable[[], Any]:
+        return lambda: fl.FusedMLP.from_modules(layers[0], "relu", layers[1])
+
+    def gated(*layers: Any) -> Callable[[], Any]:
+        return lambda: fl.FusedGatedMLP.from_modules(layers[0], "relu", *layers[1:])
+
+    first, last = _linear(4, 8), _linear(8, 4)
+    swapped = "fc2 must be a plain nn.Linear, got GELU, and Linear as the activation, which comes second"
+    for call, error, said in (
+        (mlp(first, nn.Conv1d(1, 1, 1)), TypeError, "fc2 must be a plain nn.Linear, got Conv1d"),
+        (lambda: fl.FusedMLP.from_modules(first, last, nn.GELU()), TypeError, swapped),
+        (mlp(fl.FusedDenseAct(4, 8), last), TypeError, "fc1 must be a plain nn.Linear, got FusedDenseAct"),
+        (gated(first, first, None), TypeError, "down_proj must be a plain nn.Linear, got NoneType"),
+        (mlp(whole_numbers(_linear(4, 8)), last), TypeError, "fc1 is of torch.int8, which is no floating"),
+        (mlp(first, _linear(9, 4)), ValueError, "fc1 makes 8 features of 4, where fc2 with 9 input features needs 9"),
+        (gated(first, _linear(4, 9), last), ValueError, "up_proj makes 9 features of 4, where down_proj with 8"),
+        (gated(first, None, last), ValueError, "gate_up_proj makes 8 features of 4, where down_proj with 8"),
+        (gated(first, _linear(4, 8, device="meta"), last), ValueError, "up_proj is on meta but down_proj is on cpu"),
+    ):
+        ours = "FusedGatedMLP" if "proj" in said else "FusedMLP"
+        yield call, error, f"^{re.escape(f'{ours}.from_modules: {said}')}"
+
+
+#: Activation, options, and what is said of them when a layer is made.
+LAYERS: list[tuple[Any, dict[str, Any], type[Exception], str]] = [
+    ("gleu", {}, ValueError, "unknown activation 'gleu'; did you mean 'gelu'? The known ones are: "),
+    (3, {}, TypeError, "activation must be a name, a module, a function or None, got int: 3"),
+    (nn.GELU, {}, TypeError, "activation must be an instance"),
+    ("gelu", {"save": "all"}, ValueError, "save must be one of auto, output, input, recompute, got 'all'"),
+    (nn.PReLU(), {"save": "output"}, ValueError, "save='output' is not possible"),
+    (torch.sin, {"save": "output"}, ValueError, "save='output' is not possible"),
+    (nn.LeakyReLU(-0.1), {"save": "output"}, ValueError, "save='output' is not possible"),
+    ("gelu", {"dropout": 2.0}, ValueError, "dropout must lie in"),
+    ("gelu", {"dropout": True}, TypeError, "dropout must"),
+]
+
+
+def _layers() -> Iterator[Any]:
+    for name in MODULES:
+        make = SUBJECTS[name].make
+        for activation, options, error, said in LAYERS:
+            yield partial(make, activation, **options), error, f"^{type(make('relu')).__name__}: {re.escape(said)}"
+
+
+# --- models, and all the others ---------------------------------------------------------------------------------------
+
+
+class Model(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 8), nn.GELU())
+
+
+def _scripted() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        return torch.jit.script(Model())
+
+
+def _compiled_in_place() -> nn.Module:
+    model = Model()
+    model.compile(backend="eager")
+    return model
+
+
+def _compiled() -> Any:
+    return torch.compile(Model(), backend="eager")
+
+
+ROW = torch.ones(2, 4)
+_fit = partial(fl.fit, Model(), ROW)
+_linear_fit = partial(fl.fit, fraction=0.5)
+_fit_compiled = partial(fl.fit_compiled, Model(), ROW)
+_BYTES = r"fit: memory_budget_bytes"
+Z = torch.linspace(-8, 8, 101)
+
+CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: fl.FusedDenseAct(64, "gelu"), TypeError,
+     r"^FusedDenseAct: out_features must be an int, got str: 'gelu'; if .* is meant, write activation='gelu'$"),
+    (lambda: fl.FusedMLP(64, "gelu", 256), TypeError, "^FusedMLP: hidden_features must be an int, got str: 'gelu'"),
+    (lambda: fl.FusedMLP(64, 256, "gelu"), TypeError, "^FusedMLP: out_features must be an int, got str: 'gelu'; if an"),
+    (lambda: fl.FusedGatedMLP(64, 2.5), TypeError, r"^FusedGatedMLP: hidden_features must be an int, got float: 2\.5$"),
+    (lambda: fl.FusedConvAct2d(3, 8, "relu"), TypeError,
+     "^FusedConvAct2d: kernel_size must be an int, or one for each dimension, got 'relu'"),
+    (lambda: fl.FusedConvAct1d(3, "silu", 3), TypeError, "^FusedConvAct1d: out_channels must be an int, got str"),
+    (lambda: fl.FusedDenseAct(-1, 64), ValueError, "^FusedDenseAct: in_features must not be negative, got -1$"),
+    (lambda: fl.bias_act(Z, None, "gelu", inplace=True, dropout=0.5), ValueError, "bias_act: dropout and inplace=True"),
+    (lambda: fl.gelu(Z, approximate="erf"), ValueError, "gelu: approximate must be 'none' or 'tanh', got 'erf'"),
+    (lambda: fl.elu(Z, 1.0, 2.0), TypeError, r"elu\(\) takes input, alpha, got 3 positional arguments"),
+    (lambda: fl.elu(Z, 1.0, alpha=2.0), TypeError, r"elu\(\) got multiple values for alpha"),
+    (lambda: fl.silu(Z, beta=2.0), ValueError, r"'silu' got unknown parameters \['beta'\]"),
+    (lambda: fl.silu(WHOLE), TypeError, "must have a floating dtype"),
+    (lambda: fl.GELU("erf")(Z), RuntimeError, "approximate argument must be either none or tanh"),  # torch's own
+    (lambda: fl.fuse(Model), TypeError, r"fuse: model must be an instance, Model\(\.\.\.\), and not the class"),
+    (lambda: fl.fuse(3), TypeError, r"fuse: model must be an nn\.Module, got int: 3"),
+    (lambda: fl.fuse(F.gelu), TypeError, r"fuse: model must be an nn\.Module, got builtin"),
+    (lambda: fl.fuse(ROW, Model()), TypeError, "got a tensor; the model comes first, then its inputs"),
+    (lambda: fl.unfuse(F.gelu), TypeError, r"unfuse: model must be an nn\.Module"),
+    (lambda: fl.fuse(_scripted()), TypeError, "fuse: the model is of TorchScript; fuse it before you trace"),
+    (lambda: fl.fuse(_compiled()), TypeError, "fuse: the model is compiled.*before torch.compile"),
+    (lambda: fl.fuse(_compiled_in_place(), ROW), TypeError, "fuse: the model is compiled"),
+    (lambda: fl.fuse(nn.LazyLinear(3)), ValueError, "fuse: weight has no shape yet; call the model once"),
+    (lambda: fl.fuse(Model(), exact="yes"), TypeError, "fuse: exact must be True or False, got 'yes'"),
+    (lambda: fl.fuse(Model(), ROW, time=1), TypeError, "fuse: time must be True or False, got 1"),
+    (lambda: fl.fuse(Model(), time=True), ValueError, "fuse: time=True runs the model; pass inputs too"),
+    (lambda: fl.fuse(Model(), ROW, progress="bar"), TypeError, "fuse: progress must be True, False, or a"),
+    (lambda: fl.fuse(Model(), ROW)(ROW), TypeError, "FuseReport cannot be called"),
+    (lambda: fl.save_once(nn.Linear), TypeError, "save_once: expected a module, or nothing, got type"),
+    (lambda: fl.save_once(F.linear), TypeError, "save_once: expected a module, or nothing, got builtin"),
+    (_fit, ValueError, "fit: give one of memory_budget_bytes and fraction, got neither"),
+    (partial(_fit, memory_budget_bytes=1, fraction=0.5), ValueError, "got both"),
+    (partial(_fit, memory_budget_bytes=-1), ValueError,
+     _BYTES + ' must be a number of bytes, 0 or more, or a size such as "8GiB", got -1'),
+    (partial(_fit, memory_budget_bytes="8 gigs"), ValueError, _BYTES + ": expected bytes, .* got '8 gigs'"),
+    (partial(_fit, memory_budget_bytes=0.3), ValueError, _BYTES + r" must be a number of bytes, .*, got 0\.3"),
+    (partial(_fit, memory_budget_bytes="8g"), ValueError, _BYTES + r": .* got '8g'; did you mean 8GiB, or 8GB\?"),
+    (partial(_fit, memory_budget_bytes="0.5"), ValueError, _BYTES + r": expected bytes with a unit, .* got '0\.5'"),
+    (partial(_fit, fraction=0), ValueError, r"fit: fraction must be above 0 and at most 1 \(30 % are 0\.3\), got 0"),
+    (partial(_fit, fraction=50), ValueError, r"\(30 % are 0\.3\), got 50"),
+    (partial(_fit, fraction="30%"), ValueError, r"\(30 % are 0\.3\), got '30%'"),
+    (partial(_fit, fraction=float("nan")), ValueError, "got nan"),
+    (partial(_fit, fraction=0.5, of="all"), ValueError, "fit: of must be one of 'saved', 'peak', got 'all'"),
+    (partial(_fit, fraction=0.5, progress="bar"), TypeError, "fit: progress must be True, False, or a function of"),
+    (partial(_fit, fraction=0.5, plan_only=1), TypeError, "fit: plan_only must be True or False, got 1"),
+    (partial(_fit, fraction=0.5, loss=5), TypeError, "fit: loss must be a function of the model's result, got 5"),
+    (lambda: _linear_fit(nn.Linear(32, 8), (4, 32)), ValueError, r"if a .* is meant, pass torch.randn\(4, 32\)"),
+    (lambda: _linear_fit(lambda x: x, ROW), TypeError, r"fit: model must be an nn.Module, got function"),
+    (lambda: _linear_fit(nn.LazyLinear(2), ROW), ValueError, "fit: weight has no shape yet; call the model once"),
+    (lambda: _linear_fit(nn.Linear(2, 2), ROW), ValueError, "fit: the model does not run on these inputs: Runti"),
+    (lambda: _linear_fit(nn.Linear(4, 2), [ROW, ROW]), ValueError, r"inputs \(a tuple or a list holds positional"),
+    (lambda: _linear_fit(Model().requires_grad_(False), ROW), ValueError, "all of its 2 parameters are frozen"),
+    (torch.no_grad()(lambda: _linear_fit(Model(), ROW)), ValueError, "fit: .* gradients are switched off here"),
+    (lambda: _linear_fit(_compiled(), ROW), TypeError, "fit: the model is compiled"),
+    (_fit_compiled, ValueError, "fit_compiled: give one of memory_budget_bytes and fraction, got neither"),
+    (partial(_fit_compiled, fraction=0.0), ValueError, "fit_compiled: fraction must be above 0 and at most 1"),
+    (partial(_fit_compiled, fraction=0.5, of="all"), ValueError, "fit_compiled: of must be one of 'saved', 'peak'"),
+    (partial(_fit_compiled, fraction=0.5, backend="eager"), ValueError, "fit_compiled: the backend is the report's"),
+    (lambda: fl.fit_compiled(_compiled(), ROW, fraction=0.5), ValueError, "the model is compiled already; pass"),
+    (lambda: fl.fit_compiled(_compiled_in_place(), ROW, fraction=0.5), ValueError, "the model is compiled already"),
+    (lambda: fl.fit_compiled(torch.relu, ROW, fraction=0.5), TypeError, "fit_compiled: model must be an nn.Module"),
+    (lambda: fl.fit_compiled(nn.Linear(8, 8), ROW, fraction=0.5), ValueError, "fit_compiled: the model does not run"),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning:torch")  # of torch's compiler
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        pytest.param(*row, id=f"{number} {row[2][:40]}")
+        for number, row in enumerate([*CALLS, *_layers(), *_modules_of_a_layer(), *_modules_of_a_block()])
+    ],
+)
+def test_calls(call: Callable[[], Any], error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        call()

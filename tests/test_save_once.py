@@ -7,14 +7,10 @@ import functools
 import gc
 import importlib
 import io
-import sys
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from itertools import product
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import programs
@@ -23,14 +19,15 @@ import recipe_cases as cases
 import test_programs
 import torch
 import torch.nn.functional as F
+from subjects import living_bytes
+from test_overhead import entered
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
-from fusedlayers.profiling.module_tracker import ModuleTracker
-from fusedlayers.recipes import recipe, region, replays
+from fusedlayers.recipes import region, replays
 from fusedlayers.recipes.counting import count
 from fusedlayers.recipes.recipe import Recipe, Saved, Value, all_of
 from fusedlayers.utils.autograd_graph import is_leaf, nodes_of, raw_saved
@@ -109,129 +106,23 @@ def _saved_bytes_of(program: programs.Program, is_ours: bool) -> int:
     return saved_bytes(lambda: forward(x), exclude=[*model.buffers(), x])
 
 
-@pytest.mark.parametrize("name", ["BertModel", "LlamaModel", "Qwen3Model", "ViTModel", "GPT2Model"])
+@pytest.mark.filterwarnings("ignore")  # names of transformers change
+@pytest.mark.parametrize("name", ["bert", "llama", "phi-3", "vit", "gpt-2"])
 @pytest.mark.parametrize("is_checkpointed", [False, True], ids=["", "checkpointed"])
 def test_models_of_transformers(name: str, is_checkpointed: bool) -> None:
-    hf = pytest.importorskip("transformers")
-    sizes_of_text = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
-    if name in ("LlamaModel", "Qwen3Model"):
-        sizes_of_text |= {"num_key_value_heads": 2, "head_dim": 8}
-    options = {} if name == "ViTModel" else {"vocab_size": 50, "pad_token_id": 0}
-    options |= {"image_size": 32, "patch_size": 8} if name == "ViTModel" else {}
-    if name == "GPT2Model":
-        sizes_of_text = {"n_embd": 32, "n_layer": 2, "n_head": 4}
+    models = pytest.importorskip("models")
+    (case,) = (case for case in models.CASES if case.name == name)
     found = []
     for enter in (cases.eager, cases.recipes):
         torch.manual_seed(0)
-        model = getattr(hf, name)(getattr(hf, name.replace("Model", "Config"))(**sizes_of_text, **options)).train()
+        model, inputs = case.make().train(), case.inputs()
         if is_checkpointed:
-            with warnings.catch_warnings():  # its name changes
-                warnings.simplefilter("ignore")
-                model.gradient_checkpointing_enable()
-        inputs = {"pixel_values": torch.randn(2, 3, 32, 32)} if name == "ViTModel" else {
-            "input_ids": torch.randint(1, 50, (2, 24))
-        }  # fmt: skip
+            model.gradient_checkpointing_enable()
         with torch.autocast("cpu", torch.bfloat16), enter(model):
-            y = model(**inputs).last_hidden_state
+            y = model(**inputs)[0]
         y.float().square().mean().backward()
         found.append([y, *(p.grad for p in model.parameters() if p.grad is not None), torch.get_rng_state()])
     assert all(map(are_equal, *found))
-
-
-LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
-    "rows": (lambda x: x.flatten(2).transpose(1, 2).flatten(0, 1), 1),
-    "contiguous": (torch.Tensor.contiguous, 1),
-    "channels last": (lambda x: x.contiguous(memory_format=torch.channels_last), 1),
-    "transposed": (lambda x: x.mT.contiguous().mT, 2),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-@pytest.mark.parametrize(
-    "dtypes",
-    [
-        (torch.float32, torch.float32),
-        (torch.float64, torch.float64),
-        (torch.bfloat16, torch.float32),
-        (torch.bfloat16, torch.bfloat16),
-        (torch.float16, torch.float32),
-        (torch.float16, torch.float16),
-    ],
-    ids=str,
-)
-def test_batch_norms(
-    dtypes: tuple[torch.dtype, torch.dtype], affine: bool, layout: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The statistics are counted once: replays are evaluations, of what is laid out in a usual way."""
-    lay_out, counts = LAYOUTS[layout]
-    x = lay_out(torch.randn(4, 65, 40, 41) * 3 + 1).to(dtypes[0]).requires_grad_()
-    norm = {2: nn.BatchNorm1d, 4: nn.BatchNorm2d}[x.dim()](x.shape[1], affine=affine).to(dtypes[1])
-    for parameter in norm.parameters():
-        nn.init.normal_(parameter)
-    trains = []
-
-    def noting(batch_norm: Any, *args: Any) -> Any:
-        trains.append(args[5])
-        return batch_norm(*args)
-
-    for name in ("batch_norm", "native_batch_norm"):
-        monkeypatch.setattr(torch, name, functools.partial(noting, getattr(torch, name)))
-    with fl.save_once(norm):
-        y = norm(x)
-        z = y.square()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(threads + 1)
-    try:
-        assert torch.equal(z.grad_fn._saved_self, y)  # type: ignore[union-attr]
-    finally:
-        torch.set_num_threads(threads)
-    is_saved = not affine and y.dtype.itemsize == 2
-    assert sum(trains) == (1 if is_saved else counts) and len(trains) == 2 - is_saved
-
-
-@pytest.mark.parametrize("function", recipe._IN_PLACE, ids=lambda function: function.__name__)
-@pytest.mark.parametrize("is_read", [False, True], ids=["", "read by others"])
-@pytest.mark.parametrize("source", ["norm", "view"])
-def test_activations_are_written_over_norms(
-    source: str, is_read: bool, function: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nobody else reads these; and over nothing else."""
-    norm, linear, model, x = _norm_and_linear()
-    in_place, written = recipe._IN_PLACE[function], []
-
-    def noting(z: Tensor) -> Tensor:
-        written.append(z)
-        return in_place(z)
-
-    monkeypatch.setitem(recipe._IN_PLACE, function, noting)
-    found = []
-    for enter in (cases.eager, cases.recipes):
-        with enter(model):
-            h = norm(x) if source == "norm" else linear(x).square().view(8, 32)
-            y = linear(function(h)) + (h * function(h) + function(h) * h if is_read else 0)
-        found.append([*torch.autograd.grad(y.sum(), [*model.parameters()], allow_unused=True)])
-    assert all(a is b or are_equal(a, b) for a, b in zip(*found, strict=True))
-    assert len(written) == (source == "norm" and not is_read)
-
-
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
-def test_adapters() -> None:
-    peft, hf = pytest.importorskip("peft"), pytest.importorskip("transformers")
-    found = []
-    for enter in (cases.eager, cases.recipes):
-        torch.manual_seed(0)
-        config = hf.LlamaConfig(
-            vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64
-        )
-        lora = peft.LoraConfig(target_modules="all-linear", r=4, lora_dropout=0.1)
-        model = peft.get_peft_model(hf.LlamaModel(config), lora).train()
-        ids = torch.randint(1, 50, (2, 24))
-        with enter(model):
-            y = model(input_ids=ids).last_hidden_state
-        y.square().mean().backward()
-        found.append([y, *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert len(found[0]) > 4 and all(map(are_equal, *found))
 
 
 class Trainable(nn.Module):
@@ -275,18 +166,6 @@ def test_an_own_activation_behind_a_norm_takes_one_buffer() -> None:
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
-def _living(run: Callable[[], Tensor], own: list[Tensor]) -> int:
-    """The bytes of all storages that are alive after the forward pass, over those before, without the result's."""
-    tracking = pytest.importorskip("torch.distributed._tools.mem_tracker")
-    tracker = tracking.MemTracker()
-    tracker.track_external(*own)
-    with tracker:
-        y = run()
-        gc.collect()
-        (device,) = tracker.get_tracker_snapshot("current").values()
-    return int(device["Total"]) - sum(sizes_of(own).values()) - y.untyped_storage().nbytes()
-
-
 #: Of eager's bytes, at most.
 SHARES = {
     "mlp": 0.60, "gated": 0.60, "relu": 0.55, "silu in place": 0.55, "diffusion": 0.35, "residual": 0.75,
@@ -310,30 +189,12 @@ def test_three_counts_agree(name: str, dtype: torch.dtype) -> None:
     is_result_saved = count(y, exclude=[*own, y]).kept_bytes < found.kept_bytes
     by_hooks = saved_bytes(run, exclude=own)
     assert found.kept_bytes == pytest.approx(by_hooks, rel=0.01)
-    assert found.kept_bytes == pytest.approx(_living(run, own) + is_result_saved * of_result, rel=0.01)
+    assert found.kept_bytes == pytest.approx(living_bytes(run, own) + is_result_saved * of_result, rel=0.01)
     theirs = saved_bytes(lambda: model(x), exclude=own)
     assert by_hooks <= SHARES[name] * theirs
     # A value that a recipe spares may be one that eager does not save: another recipe reads it.
     assert found.spared_bytes >= theirs - by_hooks > 0
     assert all(spared.made_by in {*replays.TABLE, *replays.RESULTS} for spared in found.spared)
-
-
-def test_readers_are_named() -> None:
-    model, x = cases.MODELS["gated"][0](), torch.randn(16, cases.WIDTH)
-    tracker = ModuleTracker(model)
-    with fl.save_once(model), tracker.tracking():
-        y = model(x)
-    found = count(y, module_of=tracker.module_of).spared
-    (norm,) = (spared for spared in found if "Addmm" in spared.read_by[0] and len(spared.read_by) > 1)
-    assert norm.made_by == "MulBackward0" and {*norm.modules} == {"gate", "up"} and norm.nbytes == x.nbytes
-
-
-def test_reports_see_what_is_packed() -> None:
-    make, inputs = cases.MODELS["mlp"]
-    model, x = make(), inputs()
-    before = fl.memory_report(model, x).saved_bytes
-    model.forward = fl.save_once(model)(model.forward)  # type: ignore[method-assign]
-    assert fl.memory_report(model, x).saved_bytes < 0.7 * before
 
 
 def test_hooks_that_copy_get_each_value_once() -> None:
@@ -359,21 +220,6 @@ def test_hooks_that_copy_get_each_value_once() -> None:
         assert ours == 1 < theirs
 
 
-def test_a_partial_backward_pass_leaves_no_more_than_eager() -> None:
-    model = cases.MODELS["mlp"][0]()
-    x = torch.randn(256, cases.WIDTH)
-    last = [*model.parameters()][-1]
-    living = []
-    for enter in (cases.eager, cases.recipes):
-        with enter(model):
-            loss = model(x).square().mean()
-        torch.autograd.grad(loss, last, retain_graph=True)
-        gc.collect()
-        living.append(sum(t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) is Tensor))
-        del loss
-    assert living[1] <= living[0] + x.nbytes
-
-
 def test_nothing_is_left_behind_a_backward_pass() -> None:
     model = cases.MODELS["relu"][0]()
     x = torch.randn(4, cases.CHANNELS, 16, 16)
@@ -381,21 +227,6 @@ def test_nothing_is_left_behind_a_backward_pass() -> None:
         loss = model(x).square().mean()
     loss.backward()
     assert count(loss).kept_bytes == 0  # the loss, which holds the graph, is alive
-
-
-def test_operands_are_freed_with_their_readers() -> None:
-    first, act, last = nn.Linear(64, 64), nn.GELU(), nn.ModuleList([nn.Linear(64, 64) for _ in range(2)])
-    x = torch.randn(256, 64, requires_grad=True)
-    with fl.save_once():
-        y = act(first(x))
-        loss = sum((layer(y).sum() for layer in last), torch.zeros(()))
-    operand = weakref.ref(y.grad_fn._raw_saved_self.data)  # type: ignore[union-attr]
-    del y
-    alive: list[bool] = []
-    x.register_hook(lambda gradient: alive.append(operand() is not None))
-    assert operand() is not None
-    loss.backward()
-    assert alive == [False]
 
 
 def test_long_chains() -> None:
@@ -853,27 +684,6 @@ def test_compilers_see_nothing_of_it(form: str) -> None:
     assert len(called) == 2 and called[0] == "aten.gelu.default"
 
 
-def test_fake_tensors() -> None:
-    with torch._subclasses.FakeTensorMode(), fl.save_once():
-        y = F.gelu(nn.Linear(64, 64)(torch.ones(32, 64)))
-        y.sum().backward()
-
-
-def test_what_is_not_a_model_is_refused() -> None:
-    with pytest.raises(TypeError, match="save_once: expected a module, or nothing, got type"):
-        fl.save_once(nn.Linear)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="save_once: expected a module, or nothing, got function"):
-        fl.save_once(lambda x: x)  # type: ignore[arg-type]
-
-
-def test_models_are_as_they_were() -> None:
-    model = cases.MODELS["mlp"][0]()
-    before = {name: {**vars(module)} for name, module in model.named_modules()}
-    with fl.save_once(model):
-        model(torch.randn(8, cases.WIDTH))
-    assert {name: {**vars(module)} for name, module in model.named_modules()} == before
-
-
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
@@ -992,29 +802,13 @@ def test_a_faked_graph_of_cudas_autocast() -> None:
 
 def test_a_linear_layer_enters_few_functions() -> None:
     """Of its two packs and two unpacks."""
-    root, entered = str(Path(fl.__file__).parent), []
-
-    def note(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(root):
-            entered.append(frame.f_code.co_name)
-
-    linear = nn.Linear(64, 64)
+    linear, results = nn.Linear(64, 64), []
     x = torch.randn(32, 64, requires_grad=True)
     with fl.save_once():
         h = linear(x)
-        before = sys.getprofile()
-        sys.setprofile(note)
-        try:
-            y = linear(h)
-        finally:
-            sys.setprofile(before)
-    packs = len(entered)
-    sys.setprofile(note)
-    try:
-        y.sum().backward()
-    finally:
-        sys.setprofile(before)
-    assert 0 < packs <= 18 and len(entered) - packs <= 8, entered
+        packs = entered(lambda: results.append(linear(h)))
+    unpacks = entered(lambda: results[0].sum().backward())
+    assert 0 < len(packs) <= 18 and len(unpacks) <= 8, (packs, unpacks)
 
 
 def test_checkpoints_read_nothing_across_their_border() -> None:

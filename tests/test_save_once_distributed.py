@@ -1,19 +1,22 @@
-"""``save_once`` in several processes: the same bits as without, under DDP and with sharded parameters."""
+"""``save_once`` and ``fuse`` in several processes: the same bits as without, under DDP and with sharded parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import processes
 import pytest
 import recipe_cases as cases
 import torch
+from test_fuse import fused
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
+import fusedlayers as fl
 from fusedlayers.recipes import region
 
 
@@ -55,10 +58,20 @@ ENGINES: dict[str, Callable[[nn.Sequential], nn.Module]] = {
 }
 
 
-def _trained(engine: str, enter: cases.Enter, autocast: bool) -> list[Tensor]:
+def _fuse_and(wrap: Callable[[nn.Sequential], nn.Module]) -> Callable[[nn.Sequential], nn.Module]:
+    """Fused before the engine spreads it."""
+
+    def wrap_fused(model: nn.Sequential) -> nn.Module:
+        fl.fuse(model, exact=True)
+        return wrap(model)
+
+    return wrap_fused
+
+
+def _trained(wrap: Callable[[nn.Sequential], nn.Module], enter: cases.Enter, autocast: bool) -> list[Tensor]:
     torch.manual_seed(0)
     blocks = [Block(norm) for norm in (nn.LayerNorm(64), Spelled(), nn.LayerNorm(64))]
-    model = ENGINES[engine](nn.Sequential(*blocks, nn.GELU(), nn.Linear(64, 8)))
+    model = wrap(nn.Sequential(*blocks, nn.GELU(), nn.Linear(64, 8)))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast), enter(model):
         y = model(torch.randn(16, 64))
     y.float().square().mean().backward()
@@ -69,15 +82,18 @@ def _trained(engine: str, enter: cases.Enter, autocast: bool) -> list[Tensor]:
 def _compared(rank: int, processes: int) -> dict[str, bool]:
     region.LEAST_BYTES = 1 << 6
     found = {}
-    for engine in ENGINES:
-        for autocast in (False, True):
-            ours, theirs = (_trained(engine, enter, autocast) for enter in (cases.recipes, cases.eager))
+    for (engine, wrap), autocast in product(ENGINES.items(), (False, True)):
+        theirs = _trained(wrap, cases.eager, autocast)
+        ways = {"save_once": (wrap, cases.recipes), "fuse": (wrap, fused(exact=True))}
+        ways["fuse first"] = _fuse_and(wrap), cases.eager
+        for way, (wrapped, enter) in ways.items():
+            ours = _trained(wrapped, enter, autocast)
             is_same = len(ours) == len(theirs) > 7 and all(map(torch.equal, ours, theirs))
-            found[f"{engine}{', autocast' * autocast}"] = is_same
+            found[f"{engine}, {way}{', autocast' * autocast}"] = is_same
     return found
 
 
 def test_the_same_bits_in_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed")
     for found in processes.results(_compared, 2, tmp_path):
-        assert len(found) == 6 and all(found.values()), found
+        assert len(found) == 18 and all(found.values()), found

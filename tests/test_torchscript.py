@@ -91,12 +91,6 @@ def _loaded(model: nn.Module) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
-@every_model
-def test_tracing_goes_on_to_work(make: Callable[[], tuple[nn.Module, str]]) -> None:
-    model, x = make()[0].eval(), torch.randn(4, 32)
-    torch.testing.assert_close(torch.jit.trace(model, (x,))(x), model(x))
-
-
 class Own(nn.Module):
     """It says by itself what TorchScript should compile."""
 
@@ -119,20 +113,3 @@ def test_what_a_class_says_counts_again_when_it_is_unfused() -> None:
     fl.unfuse(model)
     x = torch.randn(4, 32)
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
-
-
-def test_a_memory_report_names_the_modules_that_do_not_show_what_they_save() -> None:
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(32, 64), nn.Sigmoid(), nn.Linear(64, 32)))
-    model = nn.Sequential(nn.Linear(32, 32), scripted)
-    x = torch.randn(64, 32)
-    for _ in range(3):  # the optimised graph, whose backward pass is one node, comes with the third call
-        model(x).sum().backward()
-    report = fl.memory_report(model, x)
-    assert report.unlisted == ("1",)
-    line = "what is saved by TorchScript, C++ extensions or writes over views in place: {}\n"
-    assert line.format("1") in str(report)
-    report = fl.memory_report(scripted, x)
-    assert report.unlisted == ("",) and line.format("the model") in str(report)
-    assert "not listed" not in str(fl.memory_report(model[0], x))
-    # As the report says: the sigmoid's output, and the first layer's.
-    assert saved_bytes(model, x, exclude=[model, x]) - report.saved_bytes == 24 << 10

@@ -19,7 +19,6 @@ from reference import assert_as_good_as_torch, ulp
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers import backends
 from fusedlayers.activations import Activation, WithOperands, resolve
 from fusedlayers.activations.custom import _trace_counts
@@ -28,7 +27,7 @@ from fusedlayers.backends import torch as reference
 from fusedlayers.call import with_operands
 
 pytest.importorskip("triton")
-from test_triton import LAYOUTS, compare, integers, normal, sum_along, way  # after the line that skips without it
+from test_triton import LAYOUTS, integers, normal, sum_along, way  # after the line that skips without it
 
 from fusedlayers.backends import triton as backend
 from fusedlayers.backends.triton import codegen
@@ -48,7 +47,6 @@ every_layout = pytest.mark.parametrize(
     [*(zip(WITH_CHANNELS, itertools.cycle(SPLITS)) if INTERPRETED else itertools.product(WITH_CHANNELS, SPLITS))],
     indirect=["split"],
 )
-every_trained = pytest.mark.parametrize("published", TRAINED, ids=str)
 
 
 def activation_of(function: Function, operands: Sequence[Tensor], dim: int) -> Activation:
@@ -132,19 +130,6 @@ def test_layouts(layout: str, split: str) -> None:
         assert ours is not None and torch.equal(ours.view_as(expected), expected)
 
 
-@pytest.mark.parametrize("view", [lambda t: t[:, ::2], lambda t: t[::2], lambda t: t.t()], ids=["columns", "rows", "t"])
-def test_inputs_and_gradients_with_gaps(view: Callable[[Tensor], Tensor]) -> None:
-    z, dy = view(integers(18, 20, seed=0)), view(integers(18, 20, seed=1))
-    gapped = integers(2 * z.shape[-1], seed=3)[::2]
-    operands = [torch.tensor(3.0, device=DEVICE), torch.tensor(-2.0, device=DEVICE), gapped, gapped + 1]
-    activation = activation_of(two_lines, operands, -1)
-    expected = [t.contiguous() for t in (z, dy)]
-    assert torch.equal(forward(z, None, activation, operands, -1), two_lines(z, *operands))
-    ours = gradient(dy, z, activation, operands, -1)
-    for a, b in zip(ours, gradient(expected[1], expected[0], activation, operands, -1), strict=True):
-        assert a is not None and b is not None and torch.equal(a, b)
-
-
 @every_layout
 def test_what_lies_outside_does_not_count(layout: str, split: str) -> None:
     # At the 0 that masked elements, and masked channels, read as, every derivative here is infinite or NaN.
@@ -187,18 +172,6 @@ def test_gradients_that_nobody_needs_are_left_out(shape: tuple[int, ...], dim: i
         for ours, full, unit in zip(some, every, units, strict=True):
             if ours is not None and full is not None:
                 assert torch.equal(ours, full) or bool(((ours - full).abs() <= unit).all())
-
-
-@pytest.mark.parametrize("split", ["default", "steps"], indirect=True)
-@pytest.mark.parametrize(("shape", "dim"), [((41, 67), -1), ((3, 5, 300), 1)])
-@pytest.mark.usefixtures("split")
-def test_two_runs_agree_to_the_last_bit(shape: tuple[int, ...], dim: int) -> None:
-    z, dy = normal(*shape), normal(*shape, seed=1)
-    operands = [torch.tensor(0.7, device=DEVICE), normal(shape[dim], seed=2)]
-    activation = activation_of(lambda z, a, v: a * torch.tanh(v * z), operands, dim - len(shape))
-    first, second = (gradient(dy, z, activation, operands, dim) for _ in range(2))
-    assert torch.equal(forward(z, None, activation, operands, dim), forward(z, None, activation, operands, dim))
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))  # type: ignore[arg-type]  # all are wanted
 
 
 # --- functions from the literature ------------------------------------------------------------------------------------
@@ -337,85 +310,13 @@ def _masked(z: Tensor) -> Tensor:
     return torch.tanh(y)
 
 
-@pytest.mark.parametrize("name", INSIDE)
-def test_torchs_activations_inside_of_a_function(name: str, on_triton: Switch) -> None:
-    function = INSIDE[name]
-    z = torch.linspace(-8.03, 8, 999, device=DEVICE)
-    check_given_input(on_triton, lambda z: 1.5 * function(z), z)
-
-
 @pytest.mark.parametrize("channels", [1, 53])
 def test_prelu_inside_of_a_function(channels: int, on_triton: Switch) -> None:
     slopes = torch.linspace(0.1, 0.4, channels, device=DEVICE)
     check_given_input(on_triton, lambda z, slope: 1.5 * F.prelu(z, slope), normal(37, 53), slopes, dim=1)
 
 
-def test_what_is_made_of_an_expanded_number_is_one_number(on_triton: Switch) -> None:
-    def function(z: Tensor, number: Tensor, channels: Tensor) -> Tensor:
-        return torch.tanh(z * (number.expand(53) * 2)) * channels
-
-    check_given_input(on_triton, function, normal(37, 53), torch.tensor(0.7, device=DEVICE), normal(53))
-
-
-def test_a_mask_that_is_filled_with_a_parameter(on_triton: Switch) -> None:
-    level = torch.tensor(0.3, device=DEVICE)
-    check_given_input(on_triton, lambda z, level: torch.tanh(z).masked_fill(z < 0, level), normal(37, 53), level)
-
-
-@pytest.mark.parametrize(
-    "reduced",
-    [lambda p: p.max(), lambda p: p.max(0)[0], lambda p: p.unbind()[1], lambda p: torch.var_mean(p)[1], lambda p: p[0]],
-    ids=["max", "max along", "unbind", "var_mean", "row"],
-)
-def test_what_is_done_to_parameters_may_be_anything(reduced: Callable[[Tensor], Tensor], on_triton: Switch) -> None:
-    p = torch.tensor([0.5, 0.7, 0.2], device=DEVICE, requires_grad=True)
-    compare(
-        on_triton, lambda z, p: fl.bias_act(z, None, lambda z: z * torch.sigmoid(reduced(p) * z)), normal(37, 53), p
-    )
-
-
-@pytest.mark.parametrize("function", [lambda z: torch.frexp(z)[0], lambda z: z.max(0)[0] + z], ids=["frexp", "max"])
-def test_operations_with_several_results_are_refused(function: Function) -> None:
-    found = with_operands(resolve(function), (64, 48), torch.float32).activation
-    assert found.fallback_reason is not None and "is not pointwise" in found.fallback_reason
-
-
 # --- whole layers -----------------------------------------------------------------------------------------------------
-
-MAKE = {name: make for name, make in MODULES.items() if name != "relu"}
-
-
-@pytest.mark.parametrize("name", MAKE)
-@pytest.mark.parametrize("last", [False, True], ids=["channels first", "channels last"])
-def test_modules_in_convolutional_networks(name: str, last: bool, on_triton: Switch) -> None:
-    module = MAKE[name](7).to(DEVICE)
-    parameters = dict(module.named_parameters())
-    z = normal(3, 7, 11, 5)
-    z = z.contiguous(memory_format=torch.channels_last) if last else z
-
-    def call(z: Tensor, b: Tensor, *values: Tensor) -> Tensor:
-        for key, value in zip(parameters, values, strict=True):
-            delattr(module, key)
-            setattr(module, key, value)
-        return fl.bias_act(z, b, module, dim=1)
-
-    for key in parameters:  # plain attributes, which may be set to tensors that are no leaves
-        module._parameters.pop(key)
-        setattr(module, key, parameters[key].detach())
-    compare(on_triton, call, z, normal(7, seed=1), *parameters.values(), rtol=2e-5)
-
-
-@every_trained
-def test_trainable_functions_in_layers(published: Published, on_triton: Switch) -> None:
-    values = [torch.tensor(value, device=DEVICE) for _, value in published.trainable]
-    vectors = [value + 0.1 * normal(31, scale=1.0, seed=i) for i, value in enumerate(values)]
-    x, w, b = normal(2, 9, 13, scale=1), normal(31, 13, scale=1, seed=1), normal(31, scale=1, seed=2)
-    for tensors in (values, vectors):
-        compare(
-            on_triton,
-            lambda x, w, b, *p: fl.dense_bias_act(x, w, b, lambda z: published.function(z, *p)),
-            *(x, w, b, *tensors), rtol=2e-5,
-        )  # fmt: skip
 
 
 def test_frozen_parameters_get_no_gradient(on_triton: Switch) -> None:
