@@ -2,7 +2,6 @@
 used."""
 
 import ast
-import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path

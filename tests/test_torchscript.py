@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.memory import saved_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.* is deprecated:DeprecationWarning")
 

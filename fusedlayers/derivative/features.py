@@ -108,6 +108,10 @@ def find_features(function: Function) -> Features:
     if steepest == 0:
         raise NeedsInput("has the derivative 0 everywhere")
     _refuse_unsettled_slopes(z, slope)
+    width, near = z.diff(), (z[1:].abs() < FINITE_WITHIN) & (z.diff() > 1e-4)
+    off = (y.diff() - width * (slope[1:] + slope[:-1]) / 2).abs() > 1e-2 * steepest * width
+    if float(off[near].double().mean()) > 0.05:
+        raise NeedsInput("has a backward pass that does not return its derivative")
     kinks = _find_kinks(function, steepest)
     steep = torch.cat([slope, *(torch.tensor([kink.before, kink.after], dtype=slope.dtype) for kink in kinks)]).abs()
     if float(steep.max()) > 100 * steepest:
@@ -135,8 +139,13 @@ def sample_points() -> Tensor:
 def round_numbers() -> Tensor:
     """Multiples of an eighth and of a tenth, at which formulas have their kinks."""
     eighths, tenths = (torch.arange(-16 * n, 16 * n + 1, dtype=torch.float64) / n for n in (8, 10))
+<<<<<<< ours
     numbers: Tensor = torch.cat([eighths, tenths]).unique()
     return numbers
+=======
+    both: Tensor = torch.cat([eighths, tenths]).unique()
+    return both
+>>>>>>> theirs
 
 
 def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor]:
@@ -209,7 +218,7 @@ def _fold(function: Function, z: Tensor, y: Tensor, lowest: int, steepest: float
         falls = bool(value_and_slope(function, middle.view(1))[1] < 0)
         low, high = (middle, high) if falls else (low, middle)
     fold = Fold(float(high), float(function(high.view(1)).detach()))
-    where = f"its minimum at z = {fold.position:.4g}"
+    where = f"its minimum at z = {round(fold.position, 6):.4g}"
     if abs(fold.position) > FARTHEST_TURN or fold.extremum < LOWEST_TURN:
         raise NeedsInput(f"has {where}, too far from 0 to be followed closely")
     if fold.extremum >= -1e-9 * steepest or float(y[:lowest].max()) > 1e-9 * steepest:

@@ -22,14 +22,9 @@ from .second_derivatives import gradients_through, needs_composite
 
 @profile_range(lambda activation, *_: range_name("gate", activation.name))
 def gate_act(activation: Activation, backend: Backend, gate: Tensor, up: Tensor, activated: Tensor) -> Tensor:
-<<<<<<< ours
     """``activated * up``, where ``activated`` is ``activation(gate)``.
 
     Both factors need a gradient, and are laid out as ``can_gate`` asks."""
-=======
-    """``activated * up``, where ``activated`` is ``activation(gate)``. Both factors need a gradient;
-    ``can_gate`` takes their layouts."""
->>>>>>> theirs
     product: Tensor = GateAct.apply(activation, backend, gate, up, activated.detach())
     return product
 
