@@ -71,12 +71,8 @@ def with_hook() -> nn.Module:
     [
         (None, "monotone", "the derivative is 1"),
         (nn.GELU(), "folded", "it turns once, at z = -0.751792; negative outputs carry the branch in their last bit"),
-<<<<<<< ours
-        (torch.abs, "folded", "it turns once, at z = 0; positive outputs carry the branch in their last bit"),
-=======
         (lambda z: z * torch.tanh(z), "needs input", "has outputs that are not negative on both sides of its minimum"),
         (lambda z: -F.gelu(z), "needs input", "has a maximum"),
->>>>>>> theirs
         (torch.tanh, "monotone", "the output determines the derivative"),
         (nn.LeakyReLU(-0.5), "needs input", ""),
         (nn.PReLU(48).bfloat16(), "needs input", "PReLU reads tensors that training may change"),

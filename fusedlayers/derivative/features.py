@@ -139,13 +139,8 @@ def sample_points() -> Tensor:
 def round_numbers() -> Tensor:
     """Multiples of an eighth and of a tenth, at which formulas have their kinks."""
     eighths, tenths = (torch.arange(-16 * n, 16 * n + 1, dtype=torch.float64) / n for n in (8, 10))
-<<<<<<< ours
-    numbers: Tensor = torch.cat([eighths, tenths]).unique()
-    return numbers
-=======
     both: Tensor = torch.cat([eighths, tenths]).unique()
     return both
->>>>>>> theirs
 
 
 def _sample(function: Function) -> tuple[Tensor, Tensor, Tensor]:

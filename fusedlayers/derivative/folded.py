@@ -253,15 +253,6 @@ class _Fit:
 
     def tail(self, fraction: float, farthest: float | None, *, vanishes: bool) -> _Tail | None:
         """The tail that begins at this fraction of the minimum: in u up to ``farthest``, or in y."""
-<<<<<<< ours
-        y_of: Callable[[Tensor], Tensor] = torch.clone
-        start, degrees = self.fold.extremum * fraction, DEGREES_OF_Y
-        ends, last = (start, 0.0), start * 1e-3  # as y goes to 0, f' / y grows without bound, but slower than any power
-        if farthest is not None:
-            y_of = lambda u: self.fold.extremum * torch.exp(-u * u)
-            degrees = DEGREES_OF_U
-            ends, last = (math.sqrt(-math.log(fraction)), farthest), farthest
-=======
         start = self.fold.extremum * fraction
         if farthest is None:  # as y goes to 0, f' / y grows without bound, but slower than any power
             y_of: Function = lambda y: y
@@ -269,7 +260,6 @@ class _Fit:
         else:
             y_of = lambda u: self.fold.extremum * torch.exp(-u * u)
             ends, last, degrees = (math.sqrt(-math.log(fraction)), farthest), farthest, DEGREES_OF_U
->>>>>>> theirs
         at = torch.linspace(ends[0], last, 2001, dtype=torch.float64)
         truth = self._left(y_of(at), vanishes)
         allowed = self.tolerance * (1 / -y_of(at) if vanishes else truth.abs().clamp_min(1.0))
