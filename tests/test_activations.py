@@ -182,7 +182,7 @@ def test_what_a_row_stands_for_resolves_to_it(row: Row, target: object, argument
         ("GELU-PyTorch-tanh", "gelu_tanh", {}),
         ("LeakyReLU", "leaky_relu", {}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
 def test_what_resolves_to_a_row(given: object, row: str, parameters: dict[str, float]) -> None:
     assert resolve(given) is table.bound(row, parameters)

@@ -279,7 +279,6 @@ def test_a_bit_is_kept_for_each_hidden_number(save: str) -> None:
 # --- contexts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("how", ["checkpoint", "save_on_cpu", "held", "held storage", "kept graph"])
 @every_kind
 def test_what_hooks_hand_back_is_copied_only_if_somebody_holds_it(
