@@ -86,11 +86,13 @@ def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, res
         return  # which do not have sizes
     if isinstance(operation, Matmul):
         _check_dense(function, x, w, "weight")
-    elif isinstance(operation, Convolution) and x.dim() - len(operation.stride) not in (1, 2):
-        raise ValueError(
-            f"{function}: expected input (batch, in, ...) or (in, ...) with {len(operation.stride)} spatial dimensions "
-            f"for weight {dims_of(w)}, got {dims_of(x)}"
-        )
+    elif isinstance(operation, Convolution):
+        dims, channels = len(operation.stride), w.shape[1] * operation.groups
+        if x.dim() - dims not in (1, 2) or x.shape[-dims - 1] != channels:
+            raise ValueError(
+                f"{function}: expected input (batch, in, ...) or (in, ...) with {dims} spatial dimensions for weight "
+                f"{dims_of(w)}, in = {channels}, got {dims_of(x)}"
+            )
     if isinstance(operation, Pointwise):
         if b is not None:
             _check_dim(function, x, operation.dim)

@@ -74,7 +74,7 @@ def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path, monkeypatch: pyt
     assert imread(tmp_path / "picture.png").shape[1] == plotting.WIDTH * plotting.DPI
 
 
-@pytest.mark.parametrize("activation", ["gelu", "tanh", torch.cos, torch.abs, nn.PReLU(), None], ids=str)
+@pytest.mark.parametrize("activation", ["gelu", "tanh", torch.cos, torch.abs, nn.PReLU(), None])
 def test_no_text_lies_on_another_or_outside(activation: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an activation, or (None) of a model."""
     text_class = pytest.importorskip("matplotlib.text").Text
