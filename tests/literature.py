@@ -170,8 +170,12 @@ PUBLISHED = (
     # Biswas et al., TanhSoft, 2020: TanhSoft-1 with alpha = 0.87, TanhSoft-2 with beta = 0.75 and gamma = 0.75
     Published("tanhsoft1", lambda z: torch.tanh(0.87 * z) * F.softplus(z), "folded", _ONE_DIP),
     Published("tanhsoft2", lambda z: z * torch.tanh(0.75 * torch.exp(0.75 * z)), "folded", _ONE_DIP),
+    # Wang et al., Smish, 2022
+    Published("smish", lambda z: z * torch.tanh(torch.log1p(torch.sigmoid(z))), "folded", _ONE_DIP),
     # Madhu et al., NIPUNA, 2023: max(z sigmoid(z), z)
     Published("nipuna", lambda z: torch.maximum(z * torch.sigmoid(z), z), "input", "a kink at 0 beside its minimum"),
+    # Xu et al., Revise Saturated Activation Functions, 2016
+    Published("penalized_tanh", lambda z: torch.tanh(z) * torch.where(z > 0, 1.0, 0.25), "monotone", "a kink at 0"),
     # Chieng et al., Flatten-T Swish, 2018, T = -0.2
     Published("flatten_t_swish", lambda z: torch.relu(z) * torch.sigmoid(z) - 0.2, "monotone", "flat below 0"),
     # Elfwing et al., Sigmoid-Weighted Linear Units, 2018: dSiLU

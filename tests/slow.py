@@ -100,9 +100,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_invertible_layers": {
         "test_peak_memory_does_not_grow_with_depth": 0,
     },
-    "test_memory_report": {
-        "test_compiled_code_is_one_operation_and_its_backward_pass_is_followed": 0,
-    },
     "test_mlp": {
         "test_masks_do_not_depend_on_what_needs_a_gradient": 1,
         "test_never_more_than_eager_is_kept": 5,

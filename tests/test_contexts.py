@@ -192,12 +192,8 @@ def test_saved_bytes_of_dtensors(mesh: Any) -> None:
 
 @pytest.mark.parametrize(
     ("ours", "theirs"),
-    [
-        (lambda z: fl.bias_act(z, None, "silu", inplace=True), lambda z: F.silu(z, inplace=True)),
-        (lambda z: fl.bias_act(z, None, "elu", inplace=True), lambda z: F.elu(z, inplace=True)),
-        (lambda z: fl.bias_act(z, None, "tanh", save="output"), torch.tanh),
-    ],
-    ids=["silu_", "elu_", "tanh"],
+    [(lambda z: fl.bias_act(z, None, "silu", inplace=True), lambda z: F.silu(z, inplace=True))],
+    ids=["silu_"],
 )
 def test_second_derivatives_pass_hooks_on_the_output_where_torchs_do(ours: Any, theirs: Any) -> None:
     found = []

@@ -175,7 +175,7 @@ def test_equal_values_are_not_enough_to_be_recognised(name: str) -> None:
 BENT = {
     "overflows to 0": lambda z: z * torch.rsqrt(1 + z * z),
     "saturates": lambda z: 0.3 * torch.tanh(z),
-    "saturates below": lambda z: torch.where(z > 0, z, torch.expm1(z)),
+    "saturates below": lambda z: torch.where(z > 0, z, 0.5 * torch.expm1(2 * z)),
     "falls": lambda z: -z - torch.sigmoid(z),
     "turns": lambda z: z * torch.tanh(torch.exp(z)),
 }
