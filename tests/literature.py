@@ -36,8 +36,9 @@ class Published:
 
     def with_tensors(self, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Tensor]:
         """The function with tensors of this shape to be trained, as they start."""
+        function = self.function
         tensors = [torch.full(shape, value, dtype=dtype, requires_grad=True) for _, value in self.trainable]
-        return (lambda z: self.function(z, *tensors)) if tensors else self.function
+        return (lambda z: function(z, *tensors)) if tensors else function
 
 
 _ABOVE = "rises all the way"
