@@ -6,9 +6,11 @@ import torch
 import triton.language as tl
 
 from fusedlayers.activations import Activation
-from fusedlayers.backends.triton import elementwise, gates, tiles
-from fusedlayers.backends.triton.codegen import Role, device_function
-from fusedlayers.backends.triton.tiles import Matrix
+from fusedlayers.kernels.triton import tiles
+from fusedlayers.kernels.triton import triton_elementwise as elementwise
+from fusedlayers.kernels.triton import triton_gates as gates
+from fusedlayers.kernels.triton.codegen import Role, device_function
+from fusedlayers.kernels.triton.tiles import Matrix
 
 from .recipe import POINTERS, TARGETS, Recipe
 

@@ -83,11 +83,11 @@ def install() -> FakeDriver:
     """Let all calls of this process run by Triton, on the fake device; the library multiplies."""
     from triton.runtime import driver
 
-    from fusedlayers import backends, sizes
-    from fusedlayers.backends import triton
+    from fusedlayers import kernels, sizes
+    from fusedlayers.kernels import triton
 
     fake = FakeDriver()
     driver.set_active(fake)
     sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = 0
-    backends.choose = lambda tensor, activation=None: triton
+    kernels.choose = lambda tensor, activation=None: triton
     return fake

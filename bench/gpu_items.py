@@ -84,7 +84,7 @@ def run_item(name: str, cases: Iterable[Case], done: Sequence[str]) -> int:
 
 def _expect_kernels() -> None:
     """Torch must not have computed in a kernel's place."""
-    from fusedlayers.backends.triton import fallback
+    from fusedlayers.kernels.triton import fallback
 
     if fallback._failed:
         raise Wrong(f"could not be launched: {sorted(map(str, fallback._failed))}")

@@ -7,15 +7,11 @@ For a model that you have: ``fuse(model, inputs)``, ``fit(model, inputs, memory_
 from typing import TYPE_CHECKING, Any
 
 from .activations import activation, activations
-from .checkpoint.recompute import sublinear
-from .checkpoint.sequential import SublinearSequential
-from .fitting.compiled import fit_compiled
-from .fitting.fit import fit
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .invertible.activation import InvertibleActivation
 from .invertible.batchnorm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d
-from .invertible.call import dry_mode, in_backward_mode, in_dry_mode
 from .invertible.coupling import AdditiveCoupling, AffineCoupling
+from .invertible.inversion import dry_mode, in_backward_mode, in_dry_mode
 from .invertible.linear import InvertibleConv1d, InvertibleConv2d, InvertibleConv3d, InvertibleLinear
 from .invertible.module import InvertibleModule, invertible_checkpoint
 from .invertible.orthogonal import NonZero, orthogonal
@@ -64,10 +60,14 @@ from .nn.activations import (
 from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
 from .nn.dense import LINEAR_TYPES, FusedDenseAct
 from .nn.mlp import FusedGatedMLP, FusedMLP
-from .profiling.explanation import explain
-from .profiling.memory_use import memory_report
 from .recipes.fuse import fuse, unfuse
 from .recipes.save_once import save_once
+from .recompute.fit import fit
+from .recompute.fit_compiled import fit_compiled
+from .recompute.recompute import sublinear
+from .recompute.sublinear import SublinearSequential
+from .reports.explanation import explain
+from .reports.memory_use import memory_report
 
 if TYPE_CHECKING:
     from .nn.tensor_parallel import FusedColwiseParallel

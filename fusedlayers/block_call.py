@@ -1,8 +1,8 @@
 """An MLP block's call: its plan is looked up, or decided, and carried out, as ``call.py`` does for a layer.
 
-A block runs as one autograd node, ``ops/mlp.py``, where all of it is trained: it then saves no more than PyTorch. Else
-it runs layer by layer: ``dense_bias_act`` and what follows, each of which decides for itself. That is so for frozen
-weights, weights that are computed from others, and under ``torch.compile``.
+A block runs as one autograd node, ``ops/mlp_node.py``, where all of it is trained: it then saves no more than
+PyTorch. Else it runs layer by layer: ``dense_bias_act`` and what follows, each of which decides for itself. That is so
+for frozen weights, weights that are computed from others, and under ``torch.compile``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from . import backends, sizes, validation
+from . import kernels, sizes, validation
 from ._torch import (
     autocast_is_active,
     dispatch_mode_count,
@@ -28,11 +28,11 @@ from ._torch import (
 )
 from .activations import Activation, Saved, resolve
 from .activations.table import by_name
-from .backends.operations import MATMUL
 from .call import execute, followed_by, plan_for, run_dropout, with_operands
+from .kernels.operations import MATMUL
 from .ops.autocast import shared_cast
-from .ops.mlp import MLP
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
+from .ops.mlp_node import MLP
 from .plan import Call, Plan, autocast_dtype, choose_save, describe_block, needs_gradient, plain
 from .utils.bounded_cache import BoundedCache
 from .utils.compiled_checkpoint import compiled_checkpoint
@@ -142,7 +142,7 @@ def _decide(call: BlockCall, because: str | None) -> Plan:
     tensors = (x, *chain(*first, last))
     validation.check_block(options, x, first, last)
     cast = autocast_dtype(x)
-    dtype, backend = cast or x.dtype, backends.choose(x, activation)
+    dtype, backend = cast or x.dtype, kernels.choose(x, activation)
     saved = choose_block_save(options, activation, dtype)
     because = because or validation.unusual_because(*tensors) or activation.fallback_reason
     by_output = options.save == "auto" and not options.is_gated

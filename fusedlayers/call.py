@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _torch, backends, sizes, validation
+from . import _torch, kernels, sizes, validation
 from ._torch import (
     FAKE_MODE,
     PROXY_MODE,
@@ -36,10 +36,10 @@ from ._torch import (
 )
 from .activations import DTYPES, Activation, WithOperands, resolve
 from .activations.table import by_name
-from .backends.operations import Convolution, Matmul, Operation, Pointwise
+from .kernels.operations import Convolution, Matmul, Operation, Pointwise
 from .ops.autocast import shared_cast
-from .ops.conv import Conv
-from .ops.dropout import act_dropout, drop, has_torchs_mask, serves
+from .ops.conv_node import Conv
+from .ops.dropout_node import act_dropout, drop, has_torchs_mask, serves
 from .ops.edits import is_under_checkpoint
 from .ops.pointwise import BiasAct, Origin, place_of
 from .plan import Call, Plan, autocast_dtype, decide, needs_gradient
@@ -215,7 +215,7 @@ def _compiled(plan: Plan, call: Call) -> Tensor:
     elif plan.saved == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
         # variable. A trace runs imports as it meets them.
-        from .ops.compiled import output_saved
+        from .ops.compiled_act import output_saved
 
         z, parameters = pre_activation(x, w, b, residual), tuple(activation.parameters.items())
         y = output_saved(z, activation.name, parameters)
@@ -325,4 +325,4 @@ def dropped(y: Tensor, p: float) -> Tensor:
     is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
     if not is_ours or not has_torchs_mask(y, p):
         return F.dropout(y, p) if p else y
-    return drop(y, p, backends.choose(y))
+    return drop(y, p, kernels.choose(y))

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, backends
+from . import __version__, kernels
 from .activations import resolve
-from .backends import GradientRequest, gpu_settings
-from .backends.cpu import build
+from .kernels import GradientRequest, gpu_settings
+from .kernels.cpu import build
 
 #: What works without them too.
 OPTIONAL = ("triton", "rich", "matplotlib", "scikit-learn", "transformers", "accelerate", "lightning")
@@ -95,7 +95,7 @@ def _gpus() -> str:
 def _kernels() -> str:
     if gpu_settings.kernels_are_off():
         return f"switched off by {gpu_settings.VARIABLE}"
-    reason = backends.no_triton_because()
+    reason = kernels.no_triton_because()
     if reason is not None and torch.cuda.device_count():
         raise RuntimeError(f"Triton does not run, and PyTorch computes in its place: {reason}")
     return "Triton runs" if reason is None else f"none: {reason}"
@@ -104,7 +104,7 @@ def _kernels() -> str:
 def _self_test(device: torch.device) -> str:
     gelu = resolve("gelu")
     z = torch.linspace(-6, 6, 4096, device=device)
-    backend = backends.choose(z, gelu)
+    backend = kernels.choose(z, gelu)
     y = backend.bias_act(z, None, gelu, dim=-1, encode=True, out=None)
     dz, *_ = backend.gradient(torch.ones_like(y), y, gelu, (), GradientRequest("output", False, False), dim=-1)
     wide = z.cpu().double().requires_grad_()

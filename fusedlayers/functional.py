@@ -16,9 +16,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from . import validation
 from .activations import resolve
-from .backends.operations import MATMUL, Pointwise
 from .block_call import BlockCall, run_block
 from .call import dropped, execute, plan_for, run_dropout, run_in_place
+from .kernels.operations import MATMUL, Pointwise
 from .ops.mlp_forward import BlockOptions, Linear
 from .plan import Call, plain
 

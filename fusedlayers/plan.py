@@ -15,11 +15,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import backends, validation
+from . import kernels, validation
 from ._torch import autocast_is_active, saved_tensors_hooks_on_top
 from .activations import KEPT_BY_TORCH, Activation, Saved
-from .backends import Backend
-from .backends.operations import GATE, Convolution, Operation, Pointwise, Weight
+from .kernels import Backend
+from .kernels.operations import GATE, Convolution, Operation, Pointwise, Weight
 from .ops.mlp_forward import Block, BlockOptions
 from .sizes import limits_of
 from .utils.formatting import whole_size_text
@@ -127,7 +127,7 @@ def decide(call: Call, followed_by: str | None) -> Plan:
     """
     operation, x, w, b, residual, activation, save, *_ = call
     cast = autocast_dtype(x) if operation.is_cast else None
-    dtype, backend = cast or x.dtype, backends.choose(x, activation)
+    dtype, backend = cast or x.dtype, kernels.choose(x, activation)
     saved = choose_save(operation.function, activation, save, dtype)
     is_trained, is_compiling = needs_gradient(x, w, b, residual, *call.operands), torch.compiler.is_compiling()
     because = followed_by or validation.unusual_because(x, w, b, residual) or activation.fallback_reason
@@ -240,7 +240,7 @@ def describe(activation: Activation, save: str, dtype: torch.dtype, device: torc
         return f"not fused: {_KEEPS_LESS}"
     if refused is not None:  # choose_save refuses "output"; a layer may have got another dtype since
         return f"{'cannot save the output' if save == 'output' else 'saves the input'}: {refused}"
-    because = None if device is None or save != "auto" else backends.slow_on(device, dtype, activation)
+    because = None if device is None or save != "auto" else kernels.slow_on(device, dtype, activation)
     if because is not None:
         return f"not fused: {because}"
     return "saves the output (last bit = side of minimum)" if activation.is_folded else "saves the output"

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import has_torch_function, is_tensor_like
 
-from . import backends
+from . import kernels
 from ._torch import is_of_transform
 from .activations import DTYPES, FLOAT64_IS_TORCHS, Activation
-from .backends.operations import Convolution, Matmul, Operation, Pointwise, Weight
+from .kernels.operations import Convolution, Matmul, Operation, Pointwise, Weight
 from .utils.formatting import described, size_from
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def unusual_because(*tensors: Tensor | None) -> str | None:
                 return "one of the tensors belongs to a transform of torch.func"
             if tensor.is_neg():
                 return "one of the tensors has its negative bit set (Tensor.is_neg)"
-        if not tensor.is_cpu and tensor.device.type not in backends.DEVICES:
+        if not tensor.is_cpu and tensor.device.type not in kernels.DEVICES:
             return f"there is no backend for {tensor.device.type}"
     return None
 

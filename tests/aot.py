@@ -27,8 +27,8 @@ import torch
 import triton.language as tl
 
 from fusedlayers.activations import Activation, activations, resolve
-from fusedlayers.backends.triton import tiles
 from fusedlayers.call import with_operands
+from fusedlayers.kernels.triton import tiles
 
 sys.path.append(str(Path(__file__).parents[1]))
 from literature import PUBLISHED

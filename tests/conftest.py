@@ -94,28 +94,28 @@ Switch = Callable[[bool], None]
 def no_kernel_was_replaced() -> Iterator[None]:
     """Where torch computes for a kernel that cannot be launched, a test of the kernel would see nothing."""
     yield
-    fallback = sys.modules.get("fusedlayers.backends.triton.fallback")
+    fallback = sys.modules.get("fusedlayers.kernels.triton.fallback")
     assert fallback is None or not fallback._failed
 
 
 @pytest.fixture
 def has_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Triton finds a GPU's driver, as far as the choice of a backend asks."""
-    from fusedlayers import backends
-    from fusedlayers.backends import triton
+    from fusedlayers import kernels
+    from fusedlayers.kernels import triton
 
     monkeypatch.setattr(triton, "missing_because", lambda: None)
-    backends._for_gpus.cache_clear()
+    kernels._for_gpus.cache_clear()
     yield
-    backends._for_gpus.cache_clear()
+    kernels._for_gpus.cache_clear()
 
 
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and what there is without it, on whatever device the tests run."""
-    from fusedlayers import backends, block_call, call, sizes
-    from fusedlayers.backends import cpu, triton
-    from fusedlayers.backends import torch as reference
+    from fusedlayers import block_call, call, kernels, sizes
+    from fusedlayers.kernels import cpu, triton
+    from fusedlayers.kernels import torch as reference
 
     for size in ("SMALL_BYTES", "MEDIUM_BYTES", "GPU_BYTES", "GPU_MEDIUM_BYTES"):
         monkeypatch.setattr(sizes, size, 0)
@@ -126,7 +126,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
                 return triton
             return cpu if tensor.is_cpu else reference
 
-        monkeypatch.setattr(backends, "choose", choose)
+        monkeypatch.setattr(kernels, "choose", choose)
         for plans in (call._plans, block_call._plans):
             plans.clear()
 
@@ -145,7 +145,8 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=SPLITS)
 def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from fusedlayers.backends.triton import elementwise, tiles
+    from fusedlayers.kernels.triton import tiles
+    from fusedlayers.kernels.triton import triton_elementwise as elementwise
     from fusedlayers.utils.bounded_cache import BoundedCache
 
     for name, value in SPLITS[request.param].items():

@@ -17,7 +17,7 @@ def plans_of(function: Callable[..., Any], *args: Any, compiled: bool = False, *
     the call."""
     found: list[Any] = []
     if compiled:  # dynamo keeps what it finds as ``torch.compiler.is_compiling`` when it is imported
-        importlib.import_module("fusedlayers.ops.compiled")
+        importlib.import_module("fusedlayers.ops.compiled_act")
 
     def noting(decide: Callable[..., Any]) -> Callable[..., Any]:
         def decided(*arguments: Any) -> Any:

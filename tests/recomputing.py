@@ -15,8 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers.checkpoint.measurement import measure
 from fusedlayers.memory import saved_bytes
+from fusedlayers.recompute.measurement import measure
 
 MODES = ("all", "cheap", "nothing")
 every_mode = pytest.mark.parametrize("recompute", MODES)

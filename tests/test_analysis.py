@@ -16,14 +16,14 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers.activations import Activation, Row
 from fusedlayers.activations.tracing import trace
-from fusedlayers.backends import GradientRequest, cpu
-from fusedlayers.backends.cpu import table
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import FLOAT32_ALLOWANCE, GELU_ERRORS, Analysis, analyse
 from fusedlayers.derivative.features import find_features
-from fusedlayers.derivative.inversion import input_of
+from fusedlayers.derivative.input_of import input_of
 from fusedlayers.derivative.monotone import MAXIMUM_SEGMENTS, MonotoneDerivative
 from fusedlayers.derivative.polynomial import PRECISIONS
+from fusedlayers.kernels import GradientRequest, cpu
+from fusedlayers.kernels.cpu import value_tables as table
 
 Function = Callable[[Tensor], Tensor]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -396,7 +396,7 @@ def test_derivatives_can_be_traced(published: Published) -> None:
 @pytest.fixture
 def triton_backend() -> object:
     pytest.importorskip("triton")
-    from fusedlayers.backends import triton as backend
+    from fusedlayers.kernels import triton as backend
 
     return backend
 

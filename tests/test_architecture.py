@@ -22,20 +22,15 @@ LAYERS = [
     ["utils."],
     ["derivative."],
     ["activations."],
-    ["backends."],
+    ["kernels."],
     ["sizes"],
     ["ops.", "validation"],
-    ["plan"],
-    ["call"],
-    ["block_call"],
+    ["plan", "call", "block_call"],
     ["functional", "memory"],
     ["nn."],
-    ["checkpoint.", "invertible."],
-    ["recipes.", "profiling."],
-    ["fitting."],
+    ["invertible.", "recompute.", "recipes.", "reports."],
     [""],
-    ["demo."],
-    ["doctor"],
+    ["demo.", "doctor"],
     ["cli", "__main__"],
 ]
 
@@ -94,9 +89,9 @@ def test_imports_go_down(module: str) -> None:
 
 def test_the_check_sees_imports() -> None:
     seen = set(_imports("call", MODULES["call"]))
-    assert {"plan", "activations", "ops.pointwise", "ops.compiled"} <= seen
-    assert "backends.triton" in set(_imports("backends", MODULES["backends"]))  # inside a function
-    assert "activations" in set(_imports("backends.torch.elementwise", MODULES["backends.torch.elementwise"]))
+    assert {"plan", "activations", "ops.pointwise", "ops.compiled_act"} <= seen
+    assert "kernels.triton" in set(_imports("kernels", MODULES["kernels"]))  # inside a function
+    assert "activations" in set(_imports("kernels.reference.elementwise", MODULES["kernels.reference.elementwise"]))
 
 
 def test_lists_of_layers_name_what_exists_or_is_planned() -> None:
@@ -106,7 +101,7 @@ def test_lists_of_layers_name_what_exists_or_is_planned() -> None:
 
 def test_only_the_triton_backend_knows_triton() -> None:
     for module, path in MODULES.items():
-        if module.startswith("backends.triton"):
+        if module.startswith("kernels.triton"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
@@ -123,6 +118,55 @@ def test_the_interface_does_no_arithmetic(module: str) -> None:
     assert {name.split(".")[1] for name in operations} <= {
         *("is_grad_enabled", "get_autocast_dtype", "compiler", "cuda"),
     }
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 500, 60, 8
+MOST_FILES, MOST_MODULES_AT_THE_TOP = 142, 11
+#: Functions with more parameters, and why.
+MANY_PARAMETERS = {
+    **dict.fromkeys(("functional.conv_bias_act", "nn.conv.__init__"), "those of torch's convolutions"),
+    **dict.fromkeys(("functional.mlp", "functional.gated_mlp", "nn.mlp.__init__"), "two layers, each with its options"),
+    "kernels.cpu.loops.__init__": "what a compiled loop may be given, most of it by name",
+    "kernels.triton.triton_elementwise.launch_gradient": "those of the kernel that it launches",
+}
+
+
+def _functions(module: str) -> Iterator[tuple[str, ast.FunctionDef]]:
+    """Those of a module, but for Triton's kernels, which have a parameter for each pointer, size and stride."""
+    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+        if isinstance(node, ast.FunctionDef) and not any("jit" in ast.unparse(d) for d in node.decorator_list):
+            yield f"{module}.{node.name}", node
+
+
+def _lines(node: ast.FunctionDef) -> int:
+    """Without the docstring."""
+    docstring = node.body[0] if ast.get_docstring(node) else None
+    without = 0 if docstring is None else (docstring.end_lineno or 0) - docstring.lineno + 1
+    return (node.end_lineno or 0) - node.lineno + 1 - without
+
+
+def _parameters(node: ast.FunctionDef) -> int:
+    named = [a.arg for a in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len([name for name in named if name not in ("self", "cls", "ctx")])
+
+
+def test_files_and_functions_are_short() -> None:
+    long = [name for name, path in MODULES.items() if len(path.read_text().splitlines()) > MOST_LINES_OF_A_FILE]
+    functions = [found for module in MODULES for found in _functions(module)]
+    long += [name for name, node in functions if _lines(node) > MOST_LINES_OF_A_FUNCTION]
+    assert not long
+    many = {name for name, node in functions if _parameters(node) > MOST_PARAMETERS}
+    assert many == MANY_PARAMETERS.keys()
+
+
+def test_files_are_few_and_each_has_a_name_of_its_own() -> None:
+    names = [path.name for path in MODULES.values() if path.name != "__init__.py"]
+    assert len(names) <= MOST_FILES and sorted(names) == sorted(set(names))
+    assert (
+        len([name for name in MODULES if "." not in name and MODULES[name].name[0] != "_"]) <= MOST_MODULES_AT_THE_TOP
+    )
 
 
 # --- importing --------------------------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ from test_overhead import entered
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import backends
+from fusedlayers import kernels
 from fusedlayers.activations import Activation, resolve, rows
-from fusedlayers.backends import GradientRequest, cpu
-from fusedlayers.backends.cpu import loops
 from fusedlayers.derivative import branch_bit
+from fusedlayers.kernels import GradientRequest, cpu
+from fusedlayers.kernels.cpu import loops
 from fusedlayers.memory import peak_bytes
-from fusedlayers.ops.gate import gate_act
+from fusedlayers.ops.gate_node import gate_act
 from fusedlayers.utils.layout import is_dense
 
 TABLE = [row.bind() for row in rows()]
@@ -48,13 +48,13 @@ def seeded() -> None:
 
 
 def test_it_is_chosen_for_cpus_and_for_float64_anywhere() -> None:
-    assert backends.choose(torch.zeros(3)) is cpu
-    assert backends.choose(torch.zeros(3, dtype=torch.float64)) is cpu
+    assert kernels.choose(torch.zeros(3)) is cpu
+    assert kernels.choose(torch.zeros(3, dtype=torch.float64)) is cpu
 
 
 @pytest.mark.parametrize("name", cpu.__all__)
 def test_it_has_what_a_backend_has(name: str) -> None:
-    assert hasattr(backends.Backend, name) or name in backends.Backend.__annotations__
+    assert hasattr(kernels.Backend, name) or name in kernels.Backend.__annotations__
     assert hasattr(cpu, name)
 
 

@@ -23,8 +23,9 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers import block_call, call
 from fusedlayers.activations import resolve
-from fusedlayers.backends import cpu
-from fusedlayers.backends.cpu import build, elementwise, loops
+from fusedlayers.kernels import cpu
+from fusedlayers.kernels.cpu import build, loops
+from fusedlayers.kernels.cpu import cpu_elementwise as elementwise
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-ins for compilers are shell scripts")
@@ -360,7 +361,7 @@ def test_the_package_carries_its_source() -> None:
         for path in package.rglob("*")
         if path.is_file() and path.suffix not in (".py", ".pyc")
     }
-    assert others == set(listed) and "backends/cpu/loops.c" in listed
+    assert others == set(listed) and "kernels/cpu/loops.c" in listed
 
 
 # --- in processes of their own ----------------------------------------------------------------------------------------
@@ -374,7 +375,7 @@ warnings.filterwarnings("ignore", "This process .* is multi-threaded", Deprecati
 import torch
 torch.set_num_threads(2)
 import fusedlayers as fl
-from fusedlayers.backends.cpu import build, loops
+from fusedlayers.kernels.cpu import build, loops
 layer = fl.FusedDenseAct(64, 256, "gelu")
 home, log = map(Path, sys.argv[1:])
 found = {"files after import": sorted(map(str, home.rglob("*"))), "runs after import": log.exists()}

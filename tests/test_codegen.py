@@ -17,7 +17,7 @@ from fusedlayers.activations.tracing import NotPointwise, trace
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  # after the line that skips without it
 
-from fusedlayers.backends.triton import codegen, device, special  # noqa: E402  # only with Triton
+from fusedlayers.kernels.triton import codegen, device, special  # noqa: E402  # only with Triton
 
 pytestmark = pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)
 

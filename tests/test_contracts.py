@@ -279,7 +279,7 @@ def test_on_triton(
     name: str, activation: str, dtype: torch.dtype, save: str, on_triton: Switch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its kernels, on a GPU or interpreted."""
-    triton = pytest.importorskip("fusedlayers.backends.triton")
+    triton = pytest.importorskip("fusedlayers.kernels.triton")
     monkeypatch.setattr(triton, "CHUNK_BYTES", 0)
     on_triton(True)
     twins = Twins.of(name, activation, dtype, device=DEVICE, save=save)

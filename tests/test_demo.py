@@ -13,7 +13,7 @@ import torch
 
 from fusedlayers.cli import main
 from fusedlayers.demo.corpus import batches, standard_library_bytes
-from fusedlayers.demo.report import COLORS, MIB, Outcomes, plot, table
+from fusedlayers.demo.tables import COLORS, MIB, Outcomes, plot, table
 from fusedlayers.demo.training import Outcome, Settings, compare, trainers
 
 TINY = Settings(

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fusedlayers as fl
-from fusedlayers import backends, cli, doctor
-from fusedlayers.backends import gpu_settings
-from fusedlayers.backends.cpu import build
+from fusedlayers import cli, doctor, kernels
+from fusedlayers.kernels import gpu_settings
+from fusedlayers.kernels.cpu import build
 
 
 @pytest.fixture(autouse=True)
@@ -89,8 +89,8 @@ def test_a_compiler_that_fails_is_quoted(
 
 
 def test_wrong_arithmetic_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    gradient = backends.cpu.gradient
-    monkeypatch.setattr(backends.cpu, "gradient", lambda *a, **k: (gradient(*a, **k)[0] + 0.1, None))  # type: ignore[operator]
+    gradient = kernels.cpu.gradient
+    monkeypatch.setattr(kernels.cpu, "gradient", lambda *a, **k: (gradient(*a, **k)[0] + 0.1, None))  # type: ignore[operator]
     assert "is off by 1e-01; 1e-03 is allowed" in told("self-test on cpu", capsys, 1)
 
 
@@ -100,7 +100,7 @@ def test_wrong_arithmetic_is_broken(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_triton_that_does_not_run_is_broken_where_there_is_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(backends, "no_triton_because", lambda: "Triton is not installed")
+    monkeypatch.setattr(kernels, "no_triton_because", lambda: "Triton is not installed")
     assert told("Triton's kernels", capsys) == "none: Triton is not installed"
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda number: "one")

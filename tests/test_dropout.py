@@ -15,11 +15,11 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
-from fusedlayers.backends import cpu
-from fusedlayers.backends import torch as reference
 from fusedlayers.call import dropped
+from fusedlayers.kernels import cpu
+from fusedlayers.kernels import torch as reference
 from fusedlayers.memory import saved_bytes
-from fusedlayers.ops import dropout
+from fusedlayers.ops import dropout_node as dropout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 TABLE = [row.bind() for row in rows()]

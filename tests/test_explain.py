@@ -16,8 +16,8 @@ import fusedlayers as fl
 from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers import sizes
 from fusedlayers.activations import resolve
-from fusedlayers.profiling.explanation import DTYPES, ModelExplanation
-from fusedlayers.profiling.explanation_measurement import COUNT
+from fusedlayers.reports.explanation import DTYPES, ModelExplanation
+from fusedlayers.reports.explanation_measurement import COUNT
 
 KINDS = {"monotone": "monotone", "folded": "folded", "input": "needs input"}
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]

@@ -24,13 +24,13 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from bench import fit as bench
 from bench.__main__ import main as bench_main
-from fusedlayers.fitting.blocks import Block, Blocks
-from fusedlayers.fitting.plans import Cost, Plans
-from fusedlayers.fitting.training import Measurement, Training
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.profiling import timing
-from fusedlayers.profiling.step import Step
 from fusedlayers.recipes.patch import patch_of
+from fusedlayers.recompute.blocks import Block, Blocks
+from fusedlayers.recompute.plans import Cost, Plans
+from fusedlayers.recompute.steps import Measurement, Training
+from fusedlayers.reports import timing
+from fusedlayers.reports.step import Step
 
 
 @pytest.fixture(autouse=True)

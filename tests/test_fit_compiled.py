@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers import _torch
-from fusedlayers.fitting import compiled as subject
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.profiling import timing
+from fusedlayers.recompute import compiled as subject
+from fusedlayers.reports import timing
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

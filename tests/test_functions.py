@@ -20,10 +20,10 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers import sizes
-from fusedlayers.backends.cpu import table
 from fusedlayers.derivative.analysis import FLOAT32_ALLOWANCE, GELU_ERRORS
 from fusedlayers.derivative.branch_bit import LEAST
 from fusedlayers.derivative.features import find_features
+from fusedlayers.kernels.cpu import value_tables as table
 
 EACH = 6
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -10,17 +10,17 @@ from gpu import DEVICE
 from reference import compare, leaves
 from torch import Tensor
 
-from fusedlayers import backends
+from fusedlayers import kernels
 from fusedlayers.activations import Activation, resolve
 from fusedlayers.memory import saved_bytes
-from fusedlayers.ops.gate import can_gate, gate_act
+from fusedlayers.ops.gate_node import can_gate, gate_act
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid", "gelu_tanh", "mish", "softsign")
 
 
 def _gated(gate: Tensor, up: Tensor, activation: Activation) -> Tensor:
-    return gate_act(activation, backends.choose(gate, activation), gate, up, activation.function(gate))
+    return gate_act(activation, kernels.choose(gate, activation), gate, up, activation.function(gate))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -63,7 +63,7 @@ def test_the_factors_are_saved_alone() -> None:
 def test_gradients_are_written_over_factors_that_nobody_else_holds() -> None:
     (x,) = leaves((40, 300))
     given: list[int] = []
-    backend: Any = backends.choose(x)
+    backend: Any = kernels.choose(x)
     for is_held in (False, True):
         written: list[int] = []
 
@@ -94,7 +94,7 @@ def test_backends_agree_on_rows_with_gaps(name: str) -> None:
     for packed in (whole, among_others):
         gate, up = packed.to("cpu" if name == "cpu" else DEVICE).chunk(2, -1)
         dy, found = torch.randn_like(gate), []
-        for backend in (backends.torch, importlib.import_module(f"fusedlayers.backends.{name}")):
+        for backend in (kernels.torch, importlib.import_module(f"fusedlayers.kernels.{name}")):
             out = torch.empty_like(gate), torch.empty_like(up)
             backend.gate_gradient(dy, gate, up, resolve("mish"), (), (), out)
             found.append([backend.gate(gate, up, resolve("mish"), (), None), *out])
@@ -104,7 +104,7 @@ def test_backends_agree_on_rows_with_gaps(name: str) -> None:
 
 def test_offsets_between_rows_have_64_bits_where_32_do_not_suffice() -> None:
     """However few elements there are."""
-    triton_gates = pytest.importorskip("fusedlayers.backends.triton.gates")
+    triton_gates = pytest.importorskip("fusedlayers.kernels.triton.triton_gates")
     rows = torch.empty(2**31 + 64, dtype=torch.float16, device="meta").as_strided((3, 16), (2**30, 1))
     assert rows.numel() == 48 and triton_gates._extent(rows) == 2**31 + 16
     assert triton_gates.index_of(triton_gates._extent(rows)).primitive_bitwidth == 64

@@ -1,5 +1,5 @@
 """Invertible modules in what surrounds them: autograd's other features, the library's own, PyTorch's engines; and what
-might break the mechanism in ``invertible/call.py``."""
+might break the mechanism in ``invertible/inversion.py``."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from inverting import EXACT, Scale, assert_exact, error, linears, net, plain, ra
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.invertible.call import InvertibleCall
+from fusedlayers.invertible.inversion import InvertibleCall
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.utils.autograd_graph import nodes_of
 

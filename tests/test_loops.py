@@ -23,11 +23,12 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
-from fusedlayers.backends import GradientRequest, cpu
-from fusedlayers.backends import torch as reference
-from fusedlayers.backends.cpu import build, elementwise, loops
 from fusedlayers.call import with_operands
 from fusedlayers.derivative import branch_bit
+from fusedlayers.kernels import GradientRequest, cpu
+from fusedlayers.kernels import torch as reference
+from fusedlayers.kernels.cpu import build, loops
+from fusedlayers.kernels.cpu import cpu_elementwise as elementwise
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(build.shared_object() is None, reason=str(build.missing_because()))
@@ -419,8 +420,8 @@ GUARDED = """
 import ctypes, itertools, mmap, sys
 import torch
 from fusedlayers.activations import resolve
-from fusedlayers.backends import GradientRequest, cpu
-from fusedlayers.backends.cpu import loops
+from fusedlayers.kernels import GradientRequest, cpu
+from fusedlayers.kernels.cpu import loops
 
 maps = []
 protect = ctypes.CDLL(None, use_errno=True).mprotect

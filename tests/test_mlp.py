@@ -16,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from fusedlayers.activations import resolve
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.ops import mlp, mlp_forward
+from fusedlayers.ops import mlp_forward
+from fusedlayers.ops import mlp_node as mlp
 
 ROWS, IN, HIDDEN, OUT = 150, 12, 40, 7
 

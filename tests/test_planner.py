@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from fusedlayers.checkpoint import planner
-from fusedlayers.checkpoint.measurement import ChildCosts
-from fusedlayers.checkpoint.planner import (
+from fusedlayers.recompute import planner
+from fusedlayers.recompute.measurement import ChildCosts
+from fusedlayers.recompute.planner import (
     BUDGET_STEPS,
     Plan,
     Segment,
@@ -18,7 +18,7 @@ from fusedlayers.checkpoint.planner import (
     plan_of_lengths,
     plan_within_budget,
 )
-from fusedlayers.checkpoint.recompute import RECOMPUTE, Recompute
+from fusedlayers.recompute.recompute import RECOMPUTE, Recompute
 
 ALL_MODES: tuple[Recompute, ...] = RECOMPUTE  # type: ignore[assignment]
 MODES: list[tuple[Recompute, ...]] = [("nothing", "all"), ("nothing", "cheap"), ALL_MODES]

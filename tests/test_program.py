@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fusedlayers import backends
+from fusedlayers import kernels
 from fusedlayers.activations import Activation
 from fusedlayers.activations.decompositions import slow_kernels
 from fusedlayers.activations.tracing import aten_graph, simplified
-from fusedlayers.backends import GradientRequest
-from fusedlayers.backends.torch import chunks, program, traced
-from fusedlayers.backends.torch.program import Program
+from fusedlayers.kernels import GradientRequest
+from fusedlayers.kernels.reference import chunks, program, traced
+from fusedlayers.kernels.reference.program import Program
 
 Function = Callable[..., Any]
 
@@ -286,7 +286,7 @@ def test_layouts(layout: str, per_channel: tuple[bool, bool], dtype: torch.dtype
     z = z.to(dtype) if z.dtype is not dtype else z
     operands = _operands(z, dim, per_channel)
     activation = _activation(_kinked, 2)
-    eager = backends.choose(z)
+    eager = kernels.choose(z)
     wide = [t.detach().double().requires_grad_() for t in (z, *operands)]
     truth = _kinked(*wide)
     dy = torch.randn(z.shape).to(dtype)
@@ -372,10 +372,10 @@ def test_operands_of_another_dtype(dtype: torch.dtype) -> None:
     for other in (torch.float32, torch.float64, torch.float16):
         p = torch.tensor(0.3, dtype=other)
         activation = _activation(lambda z, p: torch.where(z > 0, z, p), 1)
-        y = backends.choose(z).bias_act(z, None, activation, [p], dim=-1, encode=False, out=None)
+        y = kernels.choose(z).bias_act(z, None, activation, [p], dim=-1, encode=False, out=None)
         torch.testing.assert_close(y, torch.where(z > 0, z, p.to(dtype)))
         wanted = GradientRequest("input", False, False, (True,))
-        _, _, dp = backends.choose(z).gradient(torch.ones_like(z), z, activation, [p], wanted, dim=-1)
+        _, _, dp = kernels.choose(z).gradient(torch.ones_like(z), z, activation, [p], wanted, dim=-1)
         assert dp is not None and dp.dtype is other and float(dp) == float((z <= 0).sum())
 
 
@@ -385,5 +385,5 @@ def test_sums_are_taken_in_float64() -> None:
     activation = _activation(lambda z, p: z * p, 1)
     p = torch.tensor(1.0)
     wanted = GradientRequest("input", False, False, (True,))
-    _, _, dp = backends.choose(z).gradient(torch.ones_like(z), z, activation, [p], wanted, dim=-1)
+    _, _, dp = kernels.choose(z).gradient(torch.ones_like(z), z, activation, [p], wanted, dim=-1)
     torch.testing.assert_close(dp, (z.double().sum()).float().reshape(1), rtol=1e-6, atol=0)

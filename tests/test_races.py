@@ -16,10 +16,10 @@ from interpreting import examined
 from pairs import covering
 
 from fusedlayers.activations import resolve
-from fusedlayers.backends import GradientRequest
-from fusedlayers.backends import triton as backend
-from fusedlayers.backends.triton import tiles
 from fusedlayers.call import with_operands
+from fusedlayers.kernels import GradientRequest
+from fusedlayers.kernels import triton as backend
+from fusedlayers.kernels.triton import tiles
 
 pytestmark = [
     pytest.mark.skipif(not INTERPRETED, reason="a GPU runs programs in an order of its own, and says no addresses"),

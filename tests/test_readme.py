@@ -14,7 +14,7 @@ import torch
 import fusedlayers as fl
 from fusedlayers import sizes
 from fusedlayers.activations import table
-from fusedlayers.profiling import timing
+from fusedlayers.reports import timing
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"

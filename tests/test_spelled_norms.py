@@ -12,8 +12,8 @@ from reference import check_orders, leaves, relative
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.backends import torch as reference
-from fusedlayers.backends.rms_norm import RmsNormOptions
+from fusedlayers.kernels import torch as reference
+from fusedlayers.kernels.rms_norm_options import RmsNormOptions
 from fusedlayers.memory import saved_bytes
 from fusedlayers.recipes.counting import count
 from fusedlayers.recipes.leaves import is_leaf
@@ -120,7 +120,7 @@ def test_which_norm_it_is(kind: type[nn.Module], dtype: torch.dtype, x: Tensor) 
 @every_kind
 @pytest.mark.parametrize("block", [96 * 7, 1 << 18])
 def test_derivatives_of_both_orders(kind: type[nn.Module], block: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fusedlayers.backends.torch.rms_norm"], "BLOCK", block)
+    monkeypatch.setattr(sys.modules["fusedlayers.kernels.reference.rms_norm"], "BLOCK", block)
     options = OPTIONS[kind]._replace(rounds_first=False)
     module = kind()
 
@@ -325,8 +325,8 @@ def test_triton(
     options: RmsNormOptions | None, rows: int, columns: int, widest: int, dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    triton = pytest.importorskip("fusedlayers.backends.triton")
-    kernels = sys.modules["fusedlayers.backends.triton.rms_norm"]
+    triton = pytest.importorskip("fusedlayers.kernels.triton")
+    kernels = sys.modules["fusedlayers.kernels.triton.triton_rms_norm"]
     monkeypatch.setattr(kernels, "PROGRAMS", 3)  # several rows each, and the last program has fewer
     monkeypatch.setattr(kernels, "WIDEST", widest)
     x, dy, w = (t.detach().to(DEVICE) for t in leaves((rows, columns), (rows, columns), (columns,), dtype=dtype))

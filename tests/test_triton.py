@@ -22,9 +22,9 @@ from fusedlayers.derivative import branch_bit
 pytest.importorskip("triton")
 import triton.language as tl  # after the line that skips without it
 
-from fusedlayers.backends import GradientRequest
-from fusedlayers.backends import triton as backend
-from fusedlayers.backends.triton import tiles
+from fusedlayers.kernels import GradientRequest
+from fusedlayers.kernels import triton as backend
+from fusedlayers.kernels.triton import tiles
 
 pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
 

@@ -6,10 +6,10 @@ from gpu import DEVICE, INTERPRETED, INTERPRETER_WARNINGS
 from reference import second_derivative, ulp
 
 from fusedlayers.activations import Activation, resolve
-from fusedlayers.backends import torch as reference
-from fusedlayers.ops.dropout import tells_scaled
+from fusedlayers.kernels import torch as reference
+from fusedlayers.ops.dropout_node import tells_scaled
 
-triton = pytest.importorskip("fusedlayers.backends.triton")
+triton = pytest.importorskip("fusedlayers.kernels.triton")
 
 pytestmark = [
     pytest.mark.usefixtures("interpreter_converts"),

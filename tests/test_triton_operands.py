@@ -19,18 +19,18 @@ from reference import assert_as_good_as_torch, ulp
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers import backends
+from fusedlayers import kernels
 from fusedlayers.activations import Activation, WithOperands, resolve
 from fusedlayers.activations.custom import _trace_counts
-from fusedlayers.backends import GradientRequest
-from fusedlayers.backends import torch as reference
 from fusedlayers.call import with_operands
+from fusedlayers.kernels import GradientRequest
+from fusedlayers.kernels import torch as reference
 
 pytest.importorskip("triton")
 from test_triton import LAYOUTS, integers, normal, sum_along, way  # after the line that skips without it
 
-from fusedlayers.backends import triton as backend
-from fusedlayers.backends.triton import codegen
+from fusedlayers.kernels import triton as backend
+from fusedlayers.kernels.triton import codegen
 
 pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
 
@@ -271,11 +271,11 @@ def test_functions_that_cannot_be_printed_fall_to_torch_operations(caplog: pytes
     unprintable = traced(lambda z: z * torch.special.airy_ai(z), (64, 48)).activation
     printable = traced(lambda z: torch.tanh(torch.exp(z)), (64, 48)).activation
     with caplog.at_level(logging.WARNING, "fusedlayers"):
-        assert backends.choose(on_gpu, unprintable) is reference  # type: ignore[arg-type]  # as much of a tensor as is asked
+        assert kernels.choose(on_gpu, unprintable) is reference  # type: ignore[arg-type]  # as much of a tensor as is asked
     assert "airy_ai has no Triton counterpart" in caplog.text
-    assert backends.choose(on_gpu, printable) is backend  # type: ignore[arg-type]
+    assert kernels.choose(on_gpu, printable) is backend  # type: ignore[arg-type]
     on_gpu.dtype = torch.float64
-    assert backends.choose(on_gpu, printable) is reference  # type: ignore[arg-type]
+    assert kernels.choose(on_gpu, printable) is reference  # type: ignore[arg-type]
 
 
 # --- torch's own activations inside of users' functions ---------------------------------------------------------------

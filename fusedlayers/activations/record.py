@@ -19,7 +19,7 @@ from ..derivative import branch_bit
 from ..derivative.analysis import Analysis
 from ..derivative.features import Fold
 from ..derivative.folded import FoldedDerivative, FoldedInverse, fit, fit_inverse
-from ..derivative.inversion import input_of
+from ..derivative.input_of import input_of
 from ..derivative.monotone import MonotoneDerivative
 from ..derivative.polynomial import PRECISIONS
 from ..utils.isolation import in_clean_state

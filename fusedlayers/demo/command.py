@@ -12,7 +12,7 @@ import torch
 from ..utils import progress
 from .corpus import standard_library_bytes
 from .model import ACTIVATIONS
-from .report import LEGEND, describe, losses_to, plot, table
+from .tables import LEGEND, describe, losses_to, plot, table
 from .training import Settings, compare
 
 EXTRAS = ("rich", "matplotlib")

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from ..utils.isolation import in_clean_state
 from .features import Features, Fold, Function, NeedsInput, find_features, value_and_slope
-from .inversion import input_of
+from .input_of import input_of
 from .polynomial import PRECISIONS, TINY, Piece, Precision, fitted, longest, shortest, to_float32
 
 #: Inputs up to this are looked at. Beyond, every such activation is flat or linear to within float32.

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..activations import Activation, resolve, upcast
 from ..functional import bias_act
 from ..utils.isolation import in_clean_state
-from .call import is_float
+from .inversion import is_float
 from .module import InvertibleModule
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..utils.module_state import unchanged
 from ..utils.reports import Report
-from .call import InvertibleFunction, RunState, in_mode, is_float
+from .inversion import InvertibleFunction, RunState, in_mode, is_float
 
 if TYPE_CHECKING:
     from .module import InvertibleModule

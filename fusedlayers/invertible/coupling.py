@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .call import InvertibleCall, InvertibleFunction
+from .inversion import InvertibleCall, InvertibleFunction
 from .module import InvertibleModule
 from .reshape import halved
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import disable_dynamo, tree_leaves
-from ..checkpoint.recompute import can_recompute, reached_by, runs_differently_first
 from ..ops.edits import is_under_checkpoint
-from .call import InvertibleCall, InvertibleFunction, current_mode
+from ..recompute.recompute import can_recompute, reached_by, runs_differently_first
 from .check import CheckReport, checked
+from .inversion import InvertibleCall, InvertibleFunction, current_mode
 
 
 class InvertibleModule(nn.Module):

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from torch import Tensor, nn
 
-from .call import current_mode, in_mode
+from .inversion import current_mode, in_mode
 from .module import InvertibleModule, as_tuple, single_or_tuple
 
 

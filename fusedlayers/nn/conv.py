@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..functional import conv_bias_act
 from ..validation import check_dropout, check_features, check_window
-from .base import FusedAct
+from .layer import FusedAct
 
 _Sizes = int | Sequence[int]
 

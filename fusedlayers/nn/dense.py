@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..functional import dense_bias_act
 from ..validation import check_dropout, check_features
-from .base import FusedAct
+from .layer import FusedAct
 
 
 class FusedDenseAct(FusedAct):

@@ -14,7 +14,7 @@ from ..functional import bias_act, gated_mlp, mlp
 from ..ops.mlp_forward import BlockOptions
 from ..plan import describe_block
 from ..validation import check_block_options, check_features
-from .base import WithActivation
+from .layer import WithActivation
 
 _SEPARATE = ("gate_proj", "up_proj")
 

@@ -10,8 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import Activation, Saved
-from ..backends import Backend, GradientRequest
-from ..backends import torch as reference
+from ..kernels import Backend, GradientRequest, reference
 
 #: Rows of a chunk, at least: with fewer a product reads its weight, and writes the weight's gradient, for too little.
 LEAST_ROWS = 256

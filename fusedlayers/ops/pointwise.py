@@ -21,8 +21,8 @@ from torch import Tensor
 
 from .._torch import Node, unsafe_view
 from ..activations import upcast
-from ..backends import GradientRequest
-from ..backends.operations import Recompute
+from ..kernels import GradientRequest
+from ..kernels.operations import Recompute
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import take

@@ -4,7 +4,7 @@ Gradients come from kernels, which autograd cannot differentiate. Where it is to
 operations are asked for (vmap, a tracer), a node that has saved its input, or recomputes it, runs its function once
 more in plain operations (``gradients_through``).
 
-A node that has saved its output finds the input that has this output (``derivative/inversion.py``). The gradient
+A node that has saved its output finds the input that has this output (``derivative/input_of.py``). The gradient
 itself still comes from the output, as it does without ``create_graph``; its derivatives are those of the function at
 the input (``OutputGradient``). To differentiate the fit of f' in terms of y is no way: next to a fold f'' is
 ``(d f' / dy) f'``, infinity times 0.
@@ -24,8 +24,7 @@ from torch.autograd import Function
 
 from .. import _torch
 from ..activations import Activation, upcast
-from ..backends import Backend, GradientRequest
-from ..backends import torch as reference
+from ..kernels import Backend, GradientRequest, reference
 from ..utils.layout import laid_out_as, sum_along
 
 _FROM_OUTPUT = GradientRequest("output", False, False)

@@ -11,8 +11,8 @@ from torch import nn
 from ..utils.example import arguments_from, check_model, check_module, check_uncompiled
 from ..utils.progress import OnStage, asked
 from ..utils.refusals import check_flag
+from .fuse_report import FuseReport, measured
 from .patch import Patch, is_worth_a_patch, patch_of
-from .report import FuseReport, measured
 
 
 def fuse(

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from .. import validation
 from ..activations import DTYPES, Activation
 from ..activations.lookup import activation_of_module
-from ..backends.operations import Pointwise
 from ..call import execute, followed_by, plan_for, with_operands
+from ..kernels.operations import Pointwise
 from ..plan import Call
 from ..sizes import is_small
 from .region import Region

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import torchscript_state
-from ..checkpoint.recompute import recomputed
+from ..recompute.recompute import recomputed
 from .gates import Gates, current_gates, is_gated
 from .leaves import activated, is_activation, is_leaf, may_be_activation, may_save_output
 from .norm_facts import is_norm, note_facts

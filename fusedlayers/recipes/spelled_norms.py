@@ -24,10 +24,10 @@ from torch.overrides import TorchFunctionMode
 
 from .. import sizes
 from .._torch import autocast_is_active
-from ..backends import choose
-from ..backends.rms_norm import RmsNormOptions
 from ..call import followed_by
-from ..ops.rms_norm import RmsNorm
+from ..kernels import choose
+from ..kernels.rms_norm_options import RmsNormOptions
+from ..ops.rms_norm_node import RmsNorm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
 from ..validation import is_autocast, unusual_because

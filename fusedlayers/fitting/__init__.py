@@ -1,1 +1,0 @@
-"""``fit``: the fastest way to train a model within a number of bytes."""

@@ -1,0 +1,39 @@
+"""CPUs: compiled loops, and torch's operations for everything else."""
+
+import torch
+
+from ...activations import Activation
+from .. import reference
+from ..reference import ADDS_BIAS, CHUNK_BYTES, computes, rms_norm, rms_norm_gradient
+from . import build
+from .cpu_dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
+from .cpu_elementwise import bias_act, gate, gate_gradient, gradient, gradient_kernel, inverse
+
+__all__ = [
+    "ADDS_BIAS",
+    "CHUNK_BYTES",
+    "bias_act",
+    "computes",
+    "drop",
+    "drop_gradient",
+    "drop_marked",
+    "drop_marked_gradient",
+    "gate",
+    "gate_gradient",
+    "gradient",
+    "inverse",
+    "rms_norm",
+    "rms_norm_gradient",
+    "slow_because",
+]
+
+
+def slow_because(activation: Activation, dtype: torch.dtype, *, may_build: bool = True) -> str | None:
+    """Why backward from the output takes several times PyTorch's time, or None where it does not."""
+    if not may_build:
+        because = build.missing_because(may_build=False)
+        # Whether a derivative must be fitted is asked last: fitting it takes long.
+        return because if because is not None and activation.fitted_derivative(dtype) is not None else None
+    if activation.fitted_derivative(dtype) is None or gradient_kernel(activation, dtype, "output") is not None:
+        return None
+    return build.missing_because() or reference.slow_because(activation, dtype)

@@ -1,0 +1,132 @@
+"""The interface between autograd and a backend. A backend is a module with the functions of ``Backend``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from ..activations import Activation
+from .rms_norm_options import RmsNormOptions
+
+
+class GradientRequest(NamedTuple):
+    """Which tensor was saved, and which gradients backward needs besides dz."""
+
+    saved: Literal["output", "input"]
+    #: Whether dz is written over the saved tensor.
+    overwrite: bool
+    needs_bias: bool
+    needs_operands: tuple[bool, ...] = ()
+
+
+class Backend(Protocol):
+    """What a backend computes. No argument is written to but ``out``, and others where the docstring says so."""
+
+    def computes(self, activation: Activation) -> bool:
+        """Whether this backend has, or can make, code for the activation."""
+        ...
+
+    def slow_because(self, activation: Activation, dtype: torch.dtype, *, may_build: bool = True) -> str | None:
+        """Why backward from outputs of ``dtype`` takes several times PyTorch's time, or None where it does not; without
+        ``may_build`` as far as that is known before any code is built."""
+        ...
+
+    def bias_act(
+        self,
+        z: Tensor,
+        b: Tensor | None,
+        activation: Activation,
+        operands: Sequence[Tensor] = (),
+        *,
+        residual: Tensor | None = None,
+        dim: int,
+        encode: bool,
+        out: Tensor | None,
+    ) -> Tensor:
+        """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
+        format; b, and operands of more than one element, run along ``dim``.
+
+        ``encode`` puts the branch of a folded activation in it.
+        """
+        ...
+
+    def gradient(
+        self,
+        dy: Tensor,
+        saved: Tensor,
+        activation: Activation,
+        operands: Sequence[Tensor],
+        request: GradientRequest,
+        *,
+        dim: int,
+    ) -> tuple[Tensor | None, ...]:
+        """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
+        ...
+
+    def drop(self, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
+        """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
+        ...
+
+    def drop_gradient(self, dy: Tensor, bits: Tensor, factor: float) -> Tensor:
+        """The gradient of x, in a new tensor, for dense dy, laid out like x."""
+        ...
+
+    def drop_marked(self, y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+        """The dropout of the activation's outputs y, which carry the branch, in ``out``, which may be y; what was
+        dropped is marked as ``torch/dropout.py`` says. All are dense and laid out alike."""
+        ...
+
+    def drop_marked_gradient(self, dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
+        """The gradient through both, from y, in ``out``, which may be y; all are dense and laid out alike."""
+        ...
+
+    def gate(
+        self, z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None
+    ) -> Tensor:
+        """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer. Without operands rows may
+        have gaps between them, and elements too; with operands all are contiguous."""
+        ...
+
+    def gate_gradient(
+        self,
+        dy: Tensor,
+        z: Tensor,
+        up: Tensor,
+        activation: Activation,
+        operands: Sequence[Tensor],
+        needs: tuple[bool, ...],
+        out: tuple[Tensor, Tensor] | None = None,
+    ) -> Sequence[Tensor | None]:
+        """Write the gradients of z and up into ``out``, or else over these and over dy; return those of the operands.
+        Layouts as for ``gate``."""
+        ...
+
+    def rms_norm(self, options: RmsNormOptions, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The norm of contiguous x, and by how much each row was multiplied: (rows, 1), in float32 or wider."""
+        ...
+
+    def rms_norm_gradient(
+        self,
+        options: RmsNormOptions,
+        dy: Tensor,
+        x: Tensor,
+        w: Tensor | None,
+        inverse_std: Tensor,
+        *,
+        needs_x: bool,
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """The gradients of x and of w, the latter in any floating dtype; dy and x are contiguous."""
+        ...
+
+    def inverse(self, y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
+        """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
+        ...
+
+    #: How many hidden bytes a chunk of a block's rows has, at least; a block that recomputes nothing is one chunk then.
+    #: 0 where small chunks are as fast as large ones.
+    CHUNK_BYTES: int
+    #: Whether the bias is best added by ``bias_act`` instead of by the matmul.
+    ADDS_BIAS: bool

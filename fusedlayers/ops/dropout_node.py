@@ -1,0 +1,162 @@
+"""Dropout that keeps a bit for each element; behind an activation one node for both, that keeps the output alone.
+
+A dropped output of an activation is a zero with a sign of its own (``kernels/reference/dropout_bits.py``).
+The derivative is that at the output times ``1 - p``. The mask is torch's own: for the same seed the same numbers are
+dropped as by ``F.dropout``, and the generator goes on from the same state.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._torch import Node
+from ..activations import Activation, upcast
+from ..kernels import Backend, reference
+from ..utils.isolation import in_clean_state
+from ..utils.layout import is_dense, laid_out_as
+from ..utils.profile_ranges import profile_range
+from ..utils.storages import is_plain
+from .buffer_reuse import take
+from .edits import expected_from_hooks, saved_output
+from .pointwise import place_of
+from .second_derivatives import SavedOutput, needs_composite
+
+
+class Mask(NamedTuple):
+    """What was dropped, without the tensor that says so: how it is laid out, and what the rest was multiplied by."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    factor: float
+    backend: Backend
+
+    def composite(self, x: Tensor, bits: Tensor) -> Tensor:
+        """``apply`` in operations that autograd can differentiate."""
+        return x * reference.unpacked(bits, self.shape, self.strides) * self.factor
+
+    def apply(self, x: Tensor, bits: Tensor) -> Tensor:
+        """x, of this shape, without what was dropped, and the rest multiplied."""
+        if x.stride() != self.strides or not is_plain(x):
+            x = torch.empty_strided(self.shape, self.strides, dtype=x.dtype, device=x.device).copy_(x)
+        return self.backend.drop_gradient(x, bits, self.factor)
+
+
+@profile_range(lambda *_: "dropout")
+def drop(x: Tensor, p: float, backend: Backend) -> Tensor:
+    """``F.dropout(x, p)``."""
+    y: Tensor = Dropout.apply(x, p, backend)
+    return y
+
+
+class Dropout(Node):
+    """``drop`` in one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, p: float, backend: Backend) -> Tensor:
+        ctx.mask = Mask(x.shape, x.stride(), reference.factor_of(p, x.dtype, x.device.type), backend)
+        y, bits = backend.drop(x, p)
+        ctx.save_for_backward(bits)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        (bits,) = ctx.saved_tensors
+        if needs_composite(dy):
+            return ctx.mask.composite(dy, bits), None, None
+        return ctx.mask.apply(dy, bits), None, None
+
+
+@profile_range(lambda z, activation, *_: f"{activation.name}_dropout")
+def act_dropout(z: Tensor, activation: Activation, p: float, backend: Backend, overwrites: bool) -> Tensor:
+    """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite."""
+    place = place_of(z) if z.requires_grad else None
+    dropped: Tensor = ActDropout.apply(z, activation, p, backend, overwrites)
+    node: Any = dropped.grad_fn
+    if node is not None:
+        node.saved = SavedOutput(activation, backend, (place,), p=p)
+    return dropped
+
+
+class ActDropout(Node):
+    """``act_dropout`` in one node."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, activation: Activation, p: float, backend: Backend, overwrites: bool) -> Tensor:
+        keep = reference.drawn(z, p)
+        out = backend.bias_act(z, None, activation, dim=-1, encode=True, out=z if overwrites else None)
+        y = backend.drop_marked(out, keep, activation, p, out)
+        if overwrites:
+            ctx.mark_dirty(z)
+        ctx.save_for_backward(y)
+        ctx.expected = expected_from_hooks(y, is_dirty=overwrites)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        activation, backend, _, _, p = ctx.saved
+        saved = [saved_output(ctx, "dropout", activation)]
+        if needs_composite(dy):
+            return ctx.saved.differentiable(dy, saved[0]), None, None, None, None
+        (may_overwrite,) = take(ctx, saved)
+        (y,) = saved
+        out = y if may_overwrite else torch.empty_like(y)
+        return backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, out), None, None, None, None
+
+
+def has_torchs_mask(x: Tensor, p: float) -> bool:
+    """Whether ``Dropout`` drops the numbers of x that ``F.dropout`` would."""
+    if not (0 < p < 1 and is_dense(x)) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    return (x.is_cpu or x.is_cuda) and _has_torchs_mask(x.dtype, x.device)
+
+
+def serves(z: Tensor, activation: Activation, p: float) -> bool:
+    """Whether ``ActDropout`` computes it: outputs determine the derivative after a factor too, and the mask is
+    torch's."""
+    return has_torchs_mask(z, p) and not activation.operand_dims and tells_scaled(activation, z.dtype)
+
+
+@functools.lru_cache(256)
+@in_clean_state
+def tells_scaled(activation: Activation, dtype: torch.dtype) -> bool:
+    """Whether an output that has lost a unit by a factor and its inverse determines the derivative as well. An output
+    on a flat part does not, unless that is 0 (ReLU6, hard sigmoid)."""
+    if dtype.itemsize == 2 and not tells_scaled(activation, torch.float32):
+        return False  # a kink is found where a root is small
+    z = torch.cat([torch.linspace(-12.0, 12.0, 2049, dtype=torch.float64) + 0.0137, torch.arange(-24, 25) / 2]).to(
+        dtype
+    )
+    y = upcast(activation.encoded(upcast(z), dtype).to(dtype))
+    expected = reference.derivative(activation, upcast(z).double())
+    unit = torch.finfo(dtype).eps
+    allowed = 4 * unit**0.5  # next to a fold the derivative is the root of what the output is off by
+    for factor in (1 - unit, 1 + unit):
+        error = (reference.slope(activation, y, dtype, factor) - expected).abs()
+        if not float(error.max()) <= allowed * float(expected.abs().max()):
+            return False
+    return True
+
+
+@functools.cache
+@in_clean_state
+def _has_torchs_mask(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether this build of torch drops by the numbers that ``reference.drawn`` draws."""
+    ones = torch.ones(4099, dtype=dtype, device=device)
+    # torch.manual_seed would seed the generators of all devices.
+    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[ones.get_device()]
+    before = generator.get_state()
+    try:
+        generator.manual_seed(0)
+        dropped = torch.nn.functional.dropout(ones, 0.3) == 0
+        after = generator.get_state()
+        generator.manual_seed(0)
+        keep = reference.drawn(ones, 0.3)
+        return torch.equal(dropped, ~keep) and torch.equal(after, generator.get_state())
+    finally:
+        generator.set_state(before)

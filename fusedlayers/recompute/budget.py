@@ -1,0 +1,72 @@
+"""The budget that a user gives, and the errors of budgets that make no sense or cannot be met."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Real
+from typing import NamedTuple, get_args
+
+import torch
+
+from ..reports.step import Step
+from ..utils.example import check_model, does_not_run
+from ..utils.formatting import first_line, size_text
+from ..validation import budget_from
+from .steps import Of
+
+
+class Budget(NamedTuple):
+    """Bytes, or a part of what the model takes as it is; and the text that was given."""
+
+    text: str
+    bytes: int | None
+    fraction: float
+
+    def allowed(self, taken: int) -> int:
+        """The bytes, where the model takes so many."""
+        return math.floor(self.fraction * taken) if self.bytes is None else self.bytes
+
+
+def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, of: object) -> Budget:
+    """The budget. Raises where the model is none, or where there is not one budget that makes sense."""
+    check_model(function := step.function, step.model)
+    if (memory_budget_bytes is None) == (fraction is None):
+        both = "neither" if fraction is None else "both"
+        raise ValueError(f"{function}: give one of memory_budget_bytes and fraction, got {both}")
+    if of not in get_args(Of):
+        raise ValueError(f"{function}: of must be one of {', '.join(map(repr, get_args(Of)))}, got {of!r}")
+    step.check_loss()
+    if fraction is None:
+        return Budget(f"memory_budget_bytes={memory_budget_bytes!r}", budget_from(function, memory_budget_bytes), 1.0)
+    if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) <= 1:
+        raise ValueError(f"{function}: fraction must be above 0 and at most 1 (30 % are 0.3), got {fraction!r}")
+    return Budget(f"fraction={fraction!r}", None, float(fraction))
+
+
+def unmet(function: str, budget: Budget, of: Of, taken: int | None, least: int, way: str) -> ValueError:
+    """The error of a budget that is too small. ``taken``: by the model as it is; ``way``: how it takes least."""
+    verb = "saves" if of == "saved" else "allocates"
+    as_it_is = "" if taken is None else f"as it is the model {verb} {size_text(taken)}, "
+    part = "" if taken is None else f", fraction={math.ceil(1e4 * least / taken) / 1e4:g}"
+    return ValueError(
+        f"{function}: {budget.text} ({size_text(budget.allowed(taken or 0))}) cannot be met: {as_it_is}{way} it {verb} "
+        f"{size_text(least)} ({least} bytes{part}); ask for that, or pass a smaller batch"
+    )
+
+
+@contextmanager
+def readable(step: Step, way: str = "") -> Iterator[None]:
+    """Raise errors of the model as those of its inputs, or of the way in which it is trained."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if isinstance(error, ValueError) and str(error).startswith(f"{step.function}: "):
+            raise
+        if way:
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"{step.function}: the model does not run {way}: {reason}") from error
+        raise does_not_run(step.function, error, step.args) from error

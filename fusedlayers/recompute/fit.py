@@ -1,0 +1,191 @@
+"""``fit``: measure the blocks of a model, choose which are recomputed, and see that the budget holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..recipes.fuse import unfuse
+from ..recipes.patch import patch_of
+from ..reports.step import Step
+from ..reports.timing import telling
+from ..utils.example import arguments_from, check_uncompiled, eagerly, evaluation_notes
+from ..utils.formatting import path_text
+from ..utils.module_state import isolated_gradients, unchanged
+from ..utils.progress import OnStage, asked, within
+from ..utils.refusals import check_flag
+from ..utils.storages import tensors_in
+from .blocks import Block, Blocks
+from .budget import Budget, check_arguments, readable, unmet
+from .fit_report import FitReport
+from .plans import measured
+from .steps import Measurement, Of, Training, everyone, together
+
+#: How far gradients may differ, of their norm: layers carry a rounding error far, and other random numbers farther.
+ALIKE = 0.1
+NO_BLOCKS = (
+    "no blocks were found (children of a Sequential, ModuleList or ModuleDict that have children, and are called)"
+)
+
+
+def fit(
+    model: nn.Module,
+    inputs: Any,
+    *,
+    memory_budget_bytes: int | str | None = None,
+    fraction: float | None = None,
+    of: Of = "saved",
+    loss: Callable[[Any], Tensor] | None = None,
+    plan_only: bool = False,
+    progress: bool | OnStage = False,
+) -> FitReport:
+    """Let a model be trained within a number of bytes, in the least time, in place.
+
+    Every value is saved once, as ``fuse`` does. Blocks, the repeated parts of a model (a transformer's layers, a
+    ResNet's residual blocks), are recomputed in backward besides, as few as the budget needs, but for those that are
+    called with an object which they may change (a cache). The model is measured with all blocks recomputed, and with
+    one of each kind saved once, so that it need not fit as it is. The fastest plan by these measurements is measured
+    too, and corrected until the budget holds. ``unfuse`` undoes it.
+
+    In a distributed job all processes call it, with the same model, before that is wrapped or sharded; they follow the
+    plan of the first one, and the budget is for the process that takes most.
+
+    Args:
+        model: any module, in training mode. Measuring it takes as long as 30 to 50 of its steps. Its buffers and
+            gradients are put back, but not other attributes that its code writes to. Your hooks run.
+        inputs: an example of this size: a tensor, a tuple of positional arguments, or a mapping of keywords.
+        memory_budget_bytes: how much there may be: bytes, or a size such as "8GiB".
+        fraction: the same as a part of what the model takes as it is. One of the two must be given.
+        of: what counts: "saved", what the forward pass saves for the backward pass; or "peak", the most that a step
+            has allocated at once, without parameters, their gradients and the states of an optimizer.
+        loss: of the model's result, a scalar. By default the sum of the means of all tensors that require grad.
+        plan_only: whether to change nothing.
+        progress: True shows how far it has come and the time left, on stderr: in a terminal a line that is written
+            over, elsewhere one every 10 seconds. A function is told each stage, and which part of all is done.
+
+    Returns:
+        a report: the blocks that are recomputed; bytes and the time of a step, predicted and measured.
+
+    Raises:
+        TypeError: ``model`` is no module; ``loss``, ``progress`` or ``plan_only`` is of the wrong type.
+        ValueError: both or neither of the budgets, or one that makes no sense, or that no plan meets; inputs that the
+            model does not run on; nothing that needs a gradient; gradients that a recomputation changes; ``fraction``
+            of a model that does not fit the memory as it is.
+        torch.OutOfMemoryError: not even recomputing all blocks fits. Wherever it raises, the model is as it was.
+
+    Saved for the backward pass: what the report says.
+
+    >>> import torch, fusedlayers as fl
+    >>> def block():
+    ...     return torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+    >>> model = torch.nn.Sequential(*(block() for _ in range(4)))
+    >>> report = fl.fit(model, torch.randn(512, 64), fraction=0.5)
+    >>> report.measured.bytes <= report.budget_bytes
+    True
+    """
+    step = Step(model, *arguments_from(inputs), loss, function="fit")
+    check_flag("fit", "plan_only", plan_only)
+    with asked("fit", progress) as on_stage:
+        budget = check_arguments(step, memory_budget_bytes, fraction, of)
+        check_uncompiled("fit", model)
+        before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
+        for patch in before:
+            patch.remove()
+        report, leaves = None, list[Tensor]()
+        try:
+            inputs = tensors_in((step.args, step.kwargs))
+            with unchanged([*model.modules()], inputs) as reset_random, eagerly():
+                on_stage("finding blocks", 0.0)
+                blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
+                with readable(step):
+                    together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
+                if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:
+                    raise ValueError("fit: the processes have different models; call it before the model is split")
+                with isolated_gradients(leaves):
+                    report = _choose(blocks, Training(step, of, reset_random), budget, on_stage)
+        finally:
+            if report is None or plan_only:
+                unfuse(model)
+                for patch in before:
+                    patch.attach()
+        if not plan_only:
+            blocks.save([block for block in blocks if block.path in report.saved_once])
+        on_stage("done", 1.0)
+    return report
+
+
+def _choose(blocks: Blocks, training: Training, budget: Budget, on_stage: OnStage) -> FitReport:
+    """Measure the model and its blocks, and choose those that are saved once."""
+    notes = evaluation_notes(blocks.model)
+    if not blocks:
+        notes.append(f"Nothing is recomputed: {NO_BLOCKS}.")
+    on_stage("measuring the model", 0.02)
+    gradients: list[Tensor | None] = []
+
+    def as_it_was() -> int | None:
+        blocks.as_it_was()
+        try:
+            gradients[:] = training.gradients()
+            return training.bytes()
+        except torch.OutOfMemoryError:
+            return None
+
+    with readable(training.step):
+        sizes = together(as_it_was)
+    eager_bytes = None if None in sizes else max(size or 0 for size in sizes)
+    if eager_bytes is None:
+        notes.append("The model as it was ran out of memory, so that gradients were not compared with its own.")
+        if budget.bytes is None:
+            raise ValueError(f"fit: {budget.text} of more memory than there is; pass memory_budget_bytes")
+    allowed = budget.allowed(eager_bytes or 0)
+
+    def bytes_with(saved: Collection[Block]) -> int:
+        blocks.save(saved)
+        return max(together(training.bytes))
+
+    with readable(training.step, "with its blocks recomputed"):
+        least = bytes_with(())
+        if least > allowed:
+            but = "; ".join(f"{path_text(paths)}: {reason}" for reason, paths in blocks.skipped.items())
+            but = f" ({but or NO_BLOCKS})" if but or not blocks else ""
+            raise unmet("fit", budget, training.of, eager_bytes, least, f"with every block recomputed{but}")
+        on_stage("measuring blocks", 0.1)
+        plans = measured(blocks, training, least, telling(partial(blocks.save, ()), within(on_stage, 0.1, 0.4)))
+        on_stage("measuring plans", 0.4)
+        plan, size = plans.within(allowed, bytes_with)
+        blocks.save(plan.saved)
+        if eager_bytes is not None and not all(together(lambda: _are_alike(training.gradients(), gradients))):
+            raise ValueError(
+                "fit: gradients differ where blocks are recomputed, or from run to run, as where a block draws random "
+                "numbers that are not PyTorch's; fuse(model) recomputes none"
+            )
+        switches = [telling(partial(blocks.save, plan.saved), within(on_stage, 0.5, 1))]
+        switches += [] if eager_bytes is None else [blocks.as_it_was]
+        time_ms, *eager_ms = together(lambda: training.times_ms(switches))[0]
+    return FitReport(
+        type(blocks.model).__name__,
+        training.of,
+        allowed,
+        tuple(block.path for block in blocks if block not in plan.saved),
+        tuple(block.path for block in blocks if block in plan.saved),
+        None if eager_bytes is None else Measurement(eager_bytes, *eager_ms),
+        plan.found,
+        Measurement(size, time_ms),
+        plans.least,
+        {reason: tuple(paths) for reason, paths in blocks.skipped.items()},
+        tuple(notes),
+    )
+
+
+def _are_alike(ours: list[Tensor | None], theirs: list[Tensor | None]) -> bool:
+    """Whether gradients are the same but for rounding."""
+    pairs = [(a.float(), b.float()) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
+    errors, norms = [float((a - b).norm()) for a, b in pairs], [float(b.norm()) for _, b in pairs]
+    error, norm = math.hypot(*errors), math.hypot(*norms)
+    is_small = error <= ALIKE * norm or not math.isfinite(norm)
+    return is_small and [a is None for a in ours] == [b is None for b in theirs]
