@@ -334,6 +334,39 @@ def test_gates_are_one_node(packed: bool, autocast: dict[str, bool], x: Tensor) 
     assert are_near(step(model, x, **autocast), step(eager, x, **autocast), 0.02 if autocast else 1e-5)
 
 
+def test_hooks_that_return_what_they_get_hold_no_more_of_a_gate() -> None:
+    """Such a hook would hold an output with the node that made it, which holds what the hook returned."""
+    model, x = Gated(), torch.randn(512, IN)
+    fl.fuse(model)
+    step(model, x)
+    made = weakref.WeakSet[Tensor]()
+    model.act.register_forward_hook(lambda module, args, y: made.add(y))
+    gc.disable()
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            y = model(x)
+        assert y.requires_grad and not made
+    finally:
+        gc.enable()
+
+
+def test_bytes_within_autocast_are_those_of_a_step() -> None:
+    """An earlier call would leave 16-bit copies of the weights, of which a later one saves what a step makes anew."""
+    model, x = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]), torch.randn(256, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        report = fl.fuse(model, x)
+    own = [*model.parameters(), x]
+
+    def in_a_step() -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            y: Tensor = model(x)
+        return y
+
+    assert report.saved_bytes is not None and report.saved_bytes[1] == saved_bytes(in_a_step, exclude=own)
+    fl.unfuse(model)
+    assert report.saved_bytes[0] == saved_bytes(in_a_step, exclude=own)
+
+
 def test_a_gate_writes_over_its_buffers() -> None:
     x = torch.randn(512, IN)
     model = Gated()

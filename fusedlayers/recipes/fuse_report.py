@@ -34,7 +34,7 @@ class Row:
 
     Attributes:
         values: how many.
-        call: what has made them, by autograd's name of it; "input" of what the model was given, or made by hand.
+        call: what has made them, by autograd's name of it; "input or mask" where no gradient passes.
         read_by: the calls that need them in backward.
         modules: the paths of the modules in which these run.
         nbytes: of all.
@@ -86,6 +86,7 @@ class FuseReport(Report):
         advice = "" if self.saved_bytes else "; with inputs this report has bytes: fuse(model, inputs)"
         yield f"{self.name}: fused, every value is saved once{mode}{advice}"
         yield from (line for note in self.notes for line in ("", note))
+        yield from self._totals()
         for title, rows, last in (("spares", self.spared, "how"), ("keeps", self.kept, "because")):
             if rows:
                 yield ""
@@ -94,7 +95,6 @@ class FuseReport(Report):
                     for r in rows
                 ]
                 yield from counted_lines([("values", "made by", "read by", "in module", title, last), *texts])
-        yield from self._totals()
 
     def _totals(self) -> Iterator[str]:
         for title, pair in (("saved for backward", self.saved_bytes), ("peak of a step", self.peak_bytes)):
@@ -201,7 +201,7 @@ def _largest(rows: Sequence[Row]) -> tuple[Row, ...]:
 def _call(node: str | None) -> str:
     """The call of a node: native_layer_norm of NativeLayerNormBackward0."""
     if node is None:
-        return "input"
+        return "input or mask"
     name = node.partition("Backward")[0]
     return "".join(f"_{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))
 
@@ -211,7 +211,7 @@ def _because(value: Kept) -> str:
     if value.nbytes < LEAST_BYTES:
         return "it is small"
     if value.made_by is None:
-        return "no operation in the region has made it"
+        return "it was made without a gradient: an input, or a mask of a dropout"
     if value.made_by == "BiasActBackward":
         return "backward reads this output"
     if value.made_by in TABLE or value.made_by in RESULTS or value.made_by in ("GateActBackward", "RmsNormBackward"):

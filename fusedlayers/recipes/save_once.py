@@ -7,6 +7,7 @@ import operator
 import threading
 import weakref
 from contextlib import ContextDecorator, ExitStack
+from types import FunctionType
 from typing import Any, Self
 
 import torch
@@ -21,6 +22,7 @@ from .._torch import (
     saved_tensors_hooks_are_enabled,
     saved_tensors_hooks_on_top,
 )
+from ..utils.example import check_module
 from .norm_facts import is_frozen, is_norm, note_facts
 from .recipe import Hooks
 from .region import Region
@@ -66,8 +68,10 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
-        if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"save_once: expected a module, or nothing, got {type(model).__name__}")
+        if isinstance(model, FunctionType):
+            raise TypeError(f"save_once: expected a module, or nothing, got {model!r}; decorate it with @save_once()")
+        if model is not None:
+            check_module("save_once", model)
         self._model = model
         self._entered: dict[int, list[ExitStack]] = {}
 

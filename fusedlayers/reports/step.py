@@ -33,6 +33,7 @@ class Step:
 
     def forward(self) -> Tensor:
         """The loss of one call. No reference to the outputs is held."""
+        torch.clear_autocast_cache()  # a training step begins without 16-bit copies of the weights, and saves its own
         try:
             result = self.model(*self.args, **self.kwargs)
         except Exception as error:
