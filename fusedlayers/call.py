@@ -9,6 +9,7 @@ A path (``PATHS``) carries a plan out: calls the operation, the activation, and 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ COPIED_BY_CHECKPOINT = "it writes over its input, of which a checkpoint around i
 
 #: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
 _plans: BoundedCache[Plan] = BoundedCache(4096)
+_log = logging.getLogger("fusedlayers")
 
 
 def execute(plan: Plan, call: Call) -> Tensor:
@@ -144,7 +146,10 @@ def _facts(call: Call) -> tuple[Hashable, str | None, Call]:  # to enter more fu
 
 def _checked(call: Call, because: str | None) -> Plan:
     validation.check_call(*call[:5])
-    return decide(call, because)
+    plan = decide(call, because)
+    if not torch.compiler.is_compiling():
+        _log.debug("%s: %s", call.operation.function, plan)
+    return plan
 
 
 def _traced(call: Call, least_bytes: int) -> Call:

@@ -53,10 +53,10 @@ def dense_bias_act(
             does with the same numbers; 0 in evaluation. No mask is saved where the output determines what was dropped,
             else one bit for each element.
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
-            branch in the last mantissa bit of negative outputs). "input": the pre-activation z, exact to the last bit.
+            branch in the last mantissa bit of negative outputs). "input": the pre-activation z, unrounded.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative follows
-            from it within the dtype's rounding floor, else "input"; but a result of less than 512 KiB (on GPUs 128 KiB
-            for each multiprocessor) is left to PyTorch, which saves what it usually saves: of gelu z.
+            from it with at most three times GELU's error, else "input"; but a result of less than 512 KiB (on GPUs 128
+            KiB for each multiprocessor) is left to PyTorch, which saves what it usually saves: of gelu z.
 
     Returns:
         (..., out), of the same dtype.
@@ -228,7 +228,7 @@ def mlp(
         save: what is saved of the hidden layer. "output": what the activation returns. "input": what it is given, from
             which backward recomputes the other. "recompute": nothing; forward and backward run over chunks of rows (as
             "auto" where a weight is frozen or computed).
-            "auto": "output" where the derivative follows from it within the dtype's rounding floor, else "input".
+            "auto": "output" where the derivative follows from it with at most three times GELU's error, else "input".
         chunks: into how many chunks the rows are cut where something hidden is needed for a moment only. None: 16 on
             CPUs; on GPUs, where each chunk launches kernels of its own, one, or with "recompute" as many as have 32 MiB
             hidden each, up to 16.

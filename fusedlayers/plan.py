@@ -4,7 +4,8 @@ A ``Call`` is what is asked for, and a ``Plan`` the answer. ``call.py`` remember
 holds no tensors. What changes from call to call is not part of it: who owns a buffer in backward, the seed of a
 dropout, and what depends on values.
 
-Layers and blocks share one record, and the reasons, which are for people: in ``repr``, in ``explain``, in errors.
+Layers and blocks share one record, and the reasons. They are logged (at DEBUG, by "fusedlayers"), and stand in errors;
+``repr`` of a layer and ``explain`` say what ``describe`` does.
 """
 
 from __future__ import annotations

@@ -114,8 +114,7 @@ def has_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and what there is without it, on whatever device the tests run."""
     from fusedlayers import block_call, call, kernels, sizes
-    from fusedlayers.kernels import cpu, triton
-    from fusedlayers.kernels import torch as reference
+    from fusedlayers.kernels import cpu, reference, triton
 
     for size in ("SMALL_BYTES", "MEDIUM_BYTES", "GPU_BYTES", "GPU_MEDIUM_BYTES"):
         monkeypatch.setattr(sizes, size, 0)

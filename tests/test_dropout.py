@@ -16,8 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.call import dropped
-from fusedlayers.kernels import cpu
-from fusedlayers.kernels import torch as reference
+from fusedlayers.kernels import cpu, reference
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops import dropout_node as dropout
 

@@ -25,8 +25,7 @@ import fusedlayers as fl
 from fusedlayers.activations import Activation, resolve, rows
 from fusedlayers.call import with_operands
 from fusedlayers.derivative import branch_bit
-from fusedlayers.kernels import GradientRequest, cpu
-from fusedlayers.kernels import torch as reference
+from fusedlayers.kernels import GradientRequest, cpu, reference
 from fusedlayers.kernels.cpu import build, loops
 from fusedlayers.kernels.cpu import cpu_elementwise as elementwise
 

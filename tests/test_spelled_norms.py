@@ -12,7 +12,7 @@ from reference import check_orders, leaves, relative
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.kernels import torch as reference
+from fusedlayers.kernels import reference
 from fusedlayers.kernels.rms_norm_options import RmsNormOptions
 from fusedlayers.memory import saved_bytes
 from fusedlayers.recipes.counting import count

@@ -6,7 +6,7 @@ from gpu import DEVICE, INTERPRETED, INTERPRETER_WARNINGS
 from reference import second_derivative, ulp
 
 from fusedlayers.activations import Activation, resolve
-from fusedlayers.kernels import torch as reference
+from fusedlayers.kernels import reference
 from fusedlayers.ops.dropout_node import tells_scaled
 
 triton = pytest.importorskip("fusedlayers.kernels.triton")

@@ -23,8 +23,7 @@ from fusedlayers import kernels
 from fusedlayers.activations import Activation, WithOperands, resolve
 from fusedlayers.activations.custom import _trace_counts
 from fusedlayers.call import with_operands
-from fusedlayers.kernels import GradientRequest
-from fusedlayers.kernels import torch as reference
+from fusedlayers.kernels import GradientRequest, reference
 
 pytest.importorskip("triton")
 from test_triton import LAYOUTS, integers, normal, sum_along, way  # after the line that skips without it

@@ -225,7 +225,7 @@ class Activation:
         return FLOAT64_IS_TORCHS if dtype is torch.float64 else self.fallback_reason
 
     def output_refusal(self, dtype: torch.dtype) -> str | None:
-        """Why outputs of ``dtype`` do not determine the derivative within its rounding floor, or None if they do."""
+        """Why outputs of ``dtype`` do not determine the derivative (to three times GELU's error), or None."""
         if dtype is torch.float64:
             return FLOAT64_IS_TORCHS
         if self.needs_input_reason is not None:

@@ -26,13 +26,13 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
-#: Device types that have been tried. On others layers are left to plain PyTorch.
+#: Device types that have been tried. On others layers are left to plain PyTorch, and no backend is asked for.
 DEVICES = ("cpu", "cuda")
 
 
 def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
-    """The backend for a tensor's device: compiled loops on CPUs, Triton on GPUs where it is installed, torch
-    operations elsewhere, and where the kernels are switched off (``gpu_settings.py``).
+    """The backend for a tensor's device: compiled loops on CPUs, Triton on GPUs where it is installed, the
+    reference without it, and where the kernels are switched off (``gpu_settings.py``).
 
     float64 stays with torch operations on GPUs too (the kernels compute in float32), and so does what cannot be printed
     as device code.

@@ -76,7 +76,7 @@ class Backend(Protocol):
 
     def drop_marked(self, y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
         """The dropout of the activation's outputs y, which carry the branch, in ``out``, which may be y; what was
-        dropped is marked as ``torch/dropout.py`` says. All are dense and laid out alike."""
+        dropped is marked as ``kernels/reference/dropout_bits.py`` says. All are dense and laid out alike."""
         ...
 
     def drop_marked_gradient(self, dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:

@@ -19,8 +19,8 @@ from .._torch import graph_is_kept, storage_use_count
 from ..utils.isolation import in_clean_state
 
 
-def take(ctx: Any, saved: list[Tensor]) -> list[bool]:
-    """Take a node's saved tensors over, for its last backward pass, and say which of them may be overwritten.
+def take_over(ctx: Any, saved: list[Tensor]) -> list[bool]:
+    """Free a node's saved tensors in its last backward pass, and say which of them may be overwritten.
 
     Args:
         saved: the only references of the caller. Each becomes an alias: whoever holds the tensor itself, be it in

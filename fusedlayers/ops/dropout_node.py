@@ -20,7 +20,7 @@ from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense, laid_out_as
 from ..utils.profile_ranges import profile_range
 from ..utils.storages import is_plain
-from .buffer_reuse import take
+from .buffer_reuse import take_over
 from .edits import expected_from_hooks, saved_output
 from .pointwise import place_of
 from .second_derivatives import SavedOutput, needs_composite
@@ -103,7 +103,7 @@ class ActDropout(Node):
         saved = [saved_output(ctx, "dropout", activation)]
         if needs_composite(dy):
             return ctx.saved.differentiable(dy, saved[0]), None, None, None, None
-        (may_overwrite,) = take(ctx, saved)
+        (may_overwrite,) = take_over(ctx, saved)
         (y,) = saved
         out = y if may_overwrite else torch.empty_like(y)
         return backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, out), None, None, None, None

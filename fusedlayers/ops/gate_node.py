@@ -16,7 +16,7 @@ from ..activations import Activation
 from ..kernels import Backend
 from ..utils.layout import is_dense
 from ..utils.profile_ranges import profile_range, range_name
-from .buffer_reuse import take
+from .buffer_reuse import take_over
 from .second_derivatives import gradients_through, needs_composite
 
 
@@ -57,7 +57,7 @@ class GateAct(Node):
             plain = ctx.activation.plain
             found = gradients_through(lambda gate, up: plain(gate) * up, saved, ctx.needs_input_grad[2:4], dy)
             return None, None, *found, None
-        may_overwrite = take(ctx, saved)
+        may_overwrite = take_over(ctx, saved)
         own = tuple(t if may else torch.empty_like(t) for t, may in zip(saved, may_overwrite, strict=True))
         gate, up = saved
         if dy.stride() != gate.stride():

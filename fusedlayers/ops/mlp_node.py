@@ -26,7 +26,7 @@ from .. import validation
 from .._torch import Node
 from ..kernels import GradientRequest
 from ..utils.layout import operand_along
-from .buffer_reuse import take
+from .buffer_reuse import take_over
 from .mlp_forward import Block, Linear, linear, run, unpacked
 from .second_derivatives import gradients_through, needs_composite
 
@@ -77,7 +77,7 @@ class MLP(Node):
                 del saved
                 # What is not this node's own is copied: a second backward pass will read it, or somebody else.
                 dense = torch.contiguous_format
-                for i, may in enumerate(take(ctx, hidden)):
+                for i, may in enumerate(take_over(ctx, hidden)):
                     hidden[i] = hidden[i].contiguous() if may else hidden[i].clone(memory_format=dense)
                 found = _gradients(block, dy, x, layers, w, operands, hidden, needs)
         return None, None, *found

@@ -25,7 +25,7 @@ from ..kernels import GradientRequest
 from ..kernels.operations import Recompute
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, operand_along, sum_along
-from .buffer_reuse import take
+from .buffer_reuse import take_over
 from .edits import expected_from_hooks, saved_output
 from .second_derivatives import SavedOutput, gradients_through, needs_composite
 
@@ -115,7 +115,7 @@ def _from_output(ctx: Any, dy: Tensor, needs_b: bool) -> tuple[Any, ...]:
     if needs_composite(dy):
         dz = SavedOutput(plan.activation, plan.backend, ctx.places, plan.dim).differentiable(dy, saved[0])
         return dz, sum_along(dz, plan.dim) if needs_b else None
-    (may_overwrite,) = take(ctx, saved)
+    (may_overwrite,) = take_over(ctx, saved)
     request = GradientRequest("output", may_overwrite, needs_b)
     found: tuple[Any, ...] = plan.backend.gradient(dy, saved[0], plan.activation, (), request, dim=plan.dim)
     return found

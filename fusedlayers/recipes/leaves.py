@@ -4,9 +4,9 @@ A folded activation saves its output, which the next layer saves too, so that ba
 its input is replayed itself, behind a norm, PyTorch's own node saves nothing: there a recipe serves.
 
 A user's module is traced, for the shape that it is given: parameters may run along one of its dimensions (channels).
-At each call its free variables (``free_variables.py``) are found anew: a module that reads something else by then, or
-whose class was given another forward pass, is looked at again. One that was not recognised at its first large call runs
-as it is from then on.
+At each call its free variables (``activations/free_variables.py``) are found anew: a module that reads something else
+by then, or whose class was given another forward pass, is looked at again. One that was not recognised at its first
+large call runs as it is from then on.
 """
 
 from __future__ import annotations

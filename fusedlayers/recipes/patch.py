@@ -170,8 +170,8 @@ def _role_of(module: nn.Module) -> Role:
 
 
 def is_worth_a_patch(module: nn.Module) -> bool:
-    """Whether a module of a fused model gets one: not PyTorch's own layers that save nothing in another way, whose
-    calls are many."""
+    """Whether a module of a fused model gets one. PyTorch's own leaf layers, as ``nn.Linear``, do not: a patch would
+    change nothing, and they are called often."""
     is_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
     return bool(_role_of(module)) or not is_layer
 

@@ -50,7 +50,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _is_no_more(node: Any, operand: Saved) -> bool:
-    """Whether the node's result has as many bytes as its one operand."""
+    """Whether the one operand has at most as many bytes as the node's result."""
     given = node._input_metadata[0]
     nbytes = operand.packed.nbytes if operand.unpack is None else operand.nbytes
     operands = sum(maker is not None for maker, _ in node.next_functions)

@@ -27,7 +27,7 @@ from .norm_facts import is_frozen, is_norm, note_facts
 from .recipe import Hooks
 from .region import Region
 
-#: ``Value.get``, which enters one function less.
+#: Calls ``value.get()`` without a Python frame of its own.
 _UNPACK = operator.methodcaller("get")
 #: The regions that a thread is in, with their pack hooks, and the last one, weakly.
 _inside = threading.local()

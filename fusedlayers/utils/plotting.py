@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Apart for every colour vision: the two nearest are 14 units of CIELAB apart, of simulated ones too (Machado 2009).
-BLUE, ORANGE, SKY, WINE, GREY = "#2166ac", "#e08214", "#92c5de", "#882255", "#8d97a3"
+BLUE, ORANGE, WINE, GREY = "#2166ac", "#e08214", "#882255", "#8d97a3"
 INK = "#22303c"
 #: What PyTorch does and what this library does, in every picture.
 EAGER, HERE = GREY, BLUE

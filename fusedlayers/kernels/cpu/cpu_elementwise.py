@@ -3,8 +3,8 @@
 ``forward_kernel``, ``gradient_kernel`` and ``gate_kernel`` decide once for each activation and dtype what serves it:
 
 * the loops, for 16-bit numbers by a table of all 65,536 values, which is computed in float64, and for float32 by the
-  functions of ``loops.c`` and by tables of derivatives (``table.py``);
-* for everything else, a kernel of None, the torch backend: ATen's own kernels where the table of activations names
+  functions of ``loops.c`` and by tables of derivatives (``value_tables.py``);
+* for everything else, a kernel of None, ``kernels/reference``: ATen's own kernels where the table of activations names
   them, users' functions from their input, and activations that read other tensors.
 """
 

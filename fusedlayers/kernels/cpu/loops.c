@@ -34,12 +34,12 @@ enum axis { NO_AXIS, ALONG_COLUMNS, ALONG_ROWS };
 /* The branch bit of a folded function (derivative/branch_bit.py). */
 typedef struct { int32_t is_folded; float position; } mark;
 
-/* The derivative of a monotone function from float32 outputs (table.py): outputs times ``rises`` rise; those from
+/* The derivative of a monotone function from float32 outputs (value_tables.py): outputs times ``rises`` rise; those from
    ``middle`` on are the upper side, and those there have the derivative ``at_middle``. A side's distances are those from an origin, times a sign. */
 typedef struct { float high, low, sign; } side;
 typedef struct { float rises, middle, at_middle; side lower, upper; const float *cubics; } table;
 
-/* A function of float32 outputs around a minimum (table.py): the derivative, or the input less the output. */
+/* A function of float32 outputs around a minimum (value_tables.py): the derivative, or the input less the output. */
 typedef struct {
   float origin_high, origin_low, nearest, tail, down;
   const float *cubics;
@@ -376,7 +376,7 @@ static void compute(const kernel *k, const float *z, float *y, float *slope) {
   else outputs_of[k->function](k->parameter, e, z, y);
 }
 
-/* --- the derivative from float32 outputs (table.py) ----------------------------------------------------------------- */
+/* --- the derivative from float32 outputs (value_tables.py) ----------------------------------------------------------------- */
 
 /* An interval is all numbers with the same sign, exponent and leading bits, of which this many are left. */
 enum { REST = 19 };

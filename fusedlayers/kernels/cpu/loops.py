@@ -1,6 +1,7 @@
 """What ``loops.c`` needs to be called: its structures, and tensors as matrices.
 
-A ``Kernel`` is made once for an activation, a dtype and a direction (``elementwise.py``); a call then passes addresses.
+A ``Kernel`` is made once for an activation, a dtype and a direction (``cpu_elementwise.py``); a call then passes
+addresses.
 """
 
 from __future__ import annotations

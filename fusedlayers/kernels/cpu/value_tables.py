@@ -6,7 +6,7 @@ the place from which distances are counted. A table has a cubic for each of 8,19
 ordinary size need a tenth of them. It is made when an activation first runs a backward pass in float32.
 
 Limits: tables add up to ``ADDED`` to the error of the fit. Where none is accurate enough (two kinks, a bend far from
-all ends) ``derivative_table`` returns None, and the torch backend evaluates the polynomials.
+all ends) ``derivative_table`` returns None, and ``kernels/reference`` evaluates the polynomials.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ REST = 19
 
 
 class FoldTable:
-    """A fit of a folded activation (``folded.py``): its derivative, or its input less the output, from encoded float32
-    outputs (``look_up_fold`` in ``loops.c``).
+    """A fit of a folded activation (``derivative/folded.py``): its derivative, or its input less the output, from
+    encoded float32 outputs (``look_up_fold`` in ``loops.c``).
 
     w is the distance ``y - y_min``, with its sign set on the falling branch; in the tail of that branch y times a power
     of two that keeps it apart from all distances.

@@ -1,7 +1,7 @@
 """Dropout on a GPU, alone and behind an activation: one pass over memory each way.
 
 What is stored behind an activation, and the gradient from it, are printed from the reference's functions
-(``torch/dropout.py``), as activations are; p is an argument, so that it may change from step to step.
+(``kernels/reference/dropout_bits.py``), as activations are; p is an argument, so that it may change from step to step.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def drop(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 @or_reference(reference.packed)
 def packed(keep: Tensor) -> Tensor:
-    """The bits of a dense mask, as ``torch/dropout.py`` lays them out."""
+    """The bits of a dense mask, as ``kernels/reference/dropout_bits.py`` lays them out."""
     bits = torch.empty(-(-keep.numel() // 8), dtype=torch.uint8, device=keep.device)
     if keep.numel():
         launch = _launch(pack_kernel, keep, (), {"BYTES": TILE // 8})

@@ -2,7 +2,7 @@
 
 Idea: the factors and gradients may be rows with gaps, the halves of one tensor, say, that a single layer has made. So
 each is a matrix with a stride between its rows, and one between its elements, and none is copied. Activations that read
-tensors (operands), and what is not such rows, are kernels' of ``elementwise.py``.
+tensors (operands), and what is not such rows, are kernels' of ``triton_elementwise.py``.
 
 Cost: one read of each input and one write of each output.
 """
