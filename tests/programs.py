@@ -294,8 +294,8 @@ def _hook(block: Steps, frame: Frame, how: str, name: str) -> None:
     h = frame.h
     if not h.requires_grad or not torch.is_grad_enabled():
         return
-    if h.retains_grad or h._backward_hooks:  # if it was written over since, torch 2.13 crashes at a second hook
-        return
+    # The node of a view that was written to is made when it is asked for; before, torch 2.13 crashes at a hook.
+    assert h.grad_fn is not None or h.is_leaf
     log = block.log[f"{block.name} {name} {how}"]
     if how == "scale":
         h.register_hook(lambda g: g * 0.5)

@@ -225,10 +225,10 @@ class _Fit:
         return -math.sqrt(-self.fold.extremum * (1.0 - fraction))
 
     def _settled(self) -> float:
-        """The v past which the target is constant to within half the tolerance."""
+        """The v past which the target is constant to within a sixteenth of the tolerance."""
         z = torch.linspace(self.fold.position, REACH, 40_001, dtype=torch.float64)
         value = self.target(z, self.function(z))
-        unsettled = ((value - value[-1]).abs() > self.tolerance / 2).nonzero()
+        unsettled = ((value - value[-1]).abs() > self.tolerance / 16).nonzero()
         last = int(unsettled.max()) + 1 if len(unsettled) else 1
         if last >= len(z) - 1:
             raise NeedsInput("does not settle to a line above its minimum")
