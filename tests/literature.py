@@ -148,7 +148,7 @@ PUBLISHED = (
     Published("srelu_fixed", lambda z: _srelu(z, -1.0, 0.1, 2.0, 0.3), "monotone", "two kinks"),
     # --- folded -------------------------------------------------------------------------------------------------------
     # Basirat and Roth, The Quest for the Golden Activation Function, 2018
-    Published("elish", _elish, "folded", _ONE_DIP),
+    Published("elish", _elish, "input", "its second derivative jumps at 0"),
     Published("hard_elish", _hard_elish, "input", "clamp has the slope 1 at its ends, and 0 beyond"),
     # Liu and Di, TanhExp: A Smooth Activation Function, 2020
     Published("tanhexp", lambda z: z * torch.tanh(torch.exp(z)), "folded", _ONE_DIP),

@@ -41,8 +41,8 @@ LATER_FRACTIONS = (0.4, 0.2, 0.1)
 #: Degrees that are tried: of the pieces around the minimum, of tails in u, and of tails in y. (To float32's tolerance
 #: the latter take 17 for SiLU, with rounding errors as large as that.)
 DEGREES, DEGREES_OF_U, DEGREES_OF_Y = range(4, 14), range(2, 21), range(2, 9)
-#: The number of samples of the target, and the part of the tolerance that errors at them may take.
-SAMPLES, BETWEEN = 8001, 0.95
+#: The number of samples of the target.
+SAMPLES = 8001
 #: The most pieces around the minimum.
 MAXIMUM_PIECES = 4
 #: The approximate cost of a piece's selection and of u, in multiply-adds.
@@ -225,10 +225,11 @@ class _Fit:
         return -math.sqrt(-self.fold.extremum * (1.0 - fraction))
 
     def _settled(self) -> float:
-        """The v past which the target is constant to within a sixteenth of the tolerance."""
+        """The v past which the target is constant to within a quarter of the tolerance. (Of half of it gelu's slope in
+        bfloat16 was 5 % beyond the tolerance for large inputs.)"""
         z = torch.linspace(self.fold.position, REACH, 40_001, dtype=torch.float64)
         value = self.target(z, self.function(z))
-        unsettled = ((value - value[-1]).abs() > self.tolerance / 16).nonzero()
+        unsettled = ((value - value[-1]).abs() > self.tolerance / 4).nonzero()
         last = int(unsettled.max()) + 1 if len(unsettled) else 1
         if last >= len(z) - 1:
             raise NeedsInput("does not settle to a line above its minimum")
@@ -246,13 +247,10 @@ class _Fit:
         return tuple(found)
 
     def _piece(self, first: int, last: int, degree: int) -> Piece | None:
-        """The polynomial for these samples, if it meets the tolerance at all of them, with a margin for the inputs
-        between them: there gelu's in bfloat16 was 5 % beyond it."""
+        """The polynomial for these samples, if it meets the tolerance at all of them."""
         v, values = self.v[first : last + 1], self.values[first : last + 1]
         piece = fitted(v, values, degree)
-        if piece is None or float((piece(v) - values).abs().max()) > BETWEEN * self.tolerance:
-            return None
-        return piece
+        return piece if piece is not None and float((piece(v) - values).abs().max()) <= self.tolerance else None
 
     def tail(self, fraction: float, farthest: float | None, *, vanishes: bool) -> _Tail | None:
         """The tail that begins at this fraction of the minimum: in u up to ``farthest``, or in y."""
