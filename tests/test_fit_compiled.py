@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers import _torch
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.recompute import compiled as subject
+from fusedlayers.recompute import fit_compiled as subject
 from fusedlayers.reports import timing
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
