@@ -531,6 +531,23 @@ def test_corners(corner: Callable[[cases.Enter], list[Tensor]]) -> None:
     assert all(map(are_equal, *found))
 
 
+def test_a_weight_that_is_written_to_before_the_result_is_read() -> None:
+    """A replay without it would be another norm; the norm's own backward pass, which would complain, does not run."""
+    found = []
+    for enter in (cases.eager, cases.recipes):
+        torch.manual_seed(0)
+        norm, conv = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 1)
+        nn.init.normal_(norm.weight)
+        model = nn.Sequential(norm, conv)
+        with enter(model):
+            y = norm(torch.randn(2, 4, 16, 16, requires_grad=True))
+            with torch.no_grad():
+                norm.weight.mul_(3.0)
+            z = conv(y)
+        found.append(list(torch.autograd.grad(z.square().sum(), [conv.weight])))
+    assert all(map(are_equal, *found))
+
+
 def test_a_bias_that_is_trained_before_backward() -> None:
     """Batch norms do not save it, so that PyTorch would allow that."""
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 1))

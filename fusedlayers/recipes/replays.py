@@ -137,7 +137,7 @@ def is_sharded() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _affine(graph: Graph, node: Any, facts: NormFacts | None, saves: Sequence[str]) -> list[Value | None] | None:
+def _affine(graph: Graph, node: Any, facts: NormFacts | None) -> list[Value | None] | None:
     """Weight and bias; None where one that is frozen may be unknown."""
     if facts is not None:
         if facts.weight is not None and facts.weight._version != facts.version:
@@ -145,16 +145,13 @@ def _affine(graph: Graph, node: Any, facts: NormFacts | None, saves: Sequence[st
         return [None if t is None else Saved(t, None, graph) for t in (facts.weight, facts.bias)]
     if is_sharded():
         return None
-    if "bias" in saves:
-        return [graph.saved(node, "weight"), graph.saved(node, "bias")]
-    b = graph.parameter(node, 2) or graph.behind(node, 2)
-    return None if b is None else [graph.saved(node, "weight"), b]
+    w, b = graph.saved(node, "weight"), graph.parameter(node, 2) or graph.behind(node, 2)
+    is_known = w is not None or node._raw_saved_weight.data is None  # else it has been written to since
+    return [w, b] if is_known and b is not None else None
 
 
-def _norm(
-    make: Callable[[Any, NormFacts | None], Callable[..., Tensor] | None], *saves: str, statistics: Sequence[str] = ()
-) -> Row:
-    """A norm whose node saves its input, and of weight and bias these; ``make`` returns ``f(x, w, b, *statistics)``, or
+def _norm(make: Callable[[Any, NormFacts | None], Callable[..., Tensor] | None], statistics: Sequence[str] = ()) -> Row:
+    """A norm whose node saves its input; ``make`` returns ``f(x, w, b, *statistics)``, or
     None where a number is missing."""
 
     def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
@@ -164,7 +161,7 @@ def _norm(
         facts = None if facts is _UNKNOWN else facts
         function = make(node, facts)
         x = None if function is None else graph.saved(node, "input")
-        affine = None if x is None else _affine(graph, node, facts, saves)
+        affine = None if x is None else _affine(graph, node, facts)
         if function is None or x is None or affine is None:
             return None
         w, b = affine
@@ -320,12 +317,12 @@ TABLE: dict[str, Row] = {
     "UnsafeViewBackward0": _behind(lambda node: lambda x, shape=node._input_metadata[0].shape: x.reshape(shape)),
     "PermuteBackward0": _behind(_permute),
     "TransposeBackward0": _behind(_transpose),
-    "NativeLayerNormBackward0": _norm(_layer_norm, "weight", "bias"),
-    "FusedRmsNormBackward0": _norm(_rms_norm, "weight", "bias"),
-    "NativeGroupNormBackward0": _norm(_group_norm, "weight"),
-    "NativeBatchNormBackward0": _norm(_batch_norm("_saved_eps"), "weight", statistics=("result1", "result2")),
-    "CudnnBatchNormBackward0": _norm(_batch_norm("_saved_epsilon"), "weight"),
-    "MiopenBatchNormBackward0": _norm(_batch_norm("_saved_epsilon"), "weight"),
+    "NativeLayerNormBackward0": _norm(_layer_norm),
+    "FusedRmsNormBackward0": _norm(_rms_norm),
+    "NativeGroupNormBackward0": _norm(_group_norm),
+    "NativeBatchNormBackward0": _norm(_batch_norm("_saved_eps"), statistics=("result1", "result2")),
+    "CudnnBatchNormBackward0": _norm(_batch_norm("_saved_epsilon")),
+    "MiopenBatchNormBackward0": _norm(_batch_norm("_saved_epsilon")),
 }
 
 #: Nodes that save their result, and the function of what stands behind them.
