@@ -30,79 +30,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._autograd import SavedTensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._C._autograd import SavedTensor as SavedTensor
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd import Function, forward_ad
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-
-__all__ = [
-    "CPU_FLASH_ATTENTION",
-    "EFFICIENT_ZEROS",
-    "FAKE_MODE",
-    "FAKE_TENSOR_LOGGER",
-    "FLASH_ATTENTION",
-    "LOCAL_SCALAR",
-    "PRELU",
-    "PRELU_BACKWARD",
-    "PROXY_MODE",
-    "SELECTIVE_CHECKPOINT_MODES",
-    "TO_COPY",
-    "AccumulateGrad",
-    "FakeTensor",
-    "Node",
-    "NormBase",
-    "OpOverload",
-    "RecordFunction",
-    "SavedTensor",
-    "TorchDispatchMode",
-    "autocast_is_active",
-    "backward_pass",
-    "batch_norm_with_statistics",
-    "core_decompositions",
-    "current_function_mode",
-    "decompositions_of",
-    "disable_dynamo",
-    "dispatch_mode_at",
-    "dispatch_mode_count",
-    "dynamo_is_in_checkpoint",
-    "dynamo_is_loaded",
-    "elementwise_dtypes",
-    "ensure_cuda_guard",
-    "forward_ad_level",
-    "function_mode_count",
-    "functorch_is_active",
-    "graph_is_kept",
-    "inductor",
-    "infrastructure_mode",
-    "is_exporting",
-    "is_legacy_batched",
-    "is_of_transform",
-    "is_optimized",
-    "is_traceable_wrapper_subclass",
-    "make_fx",
-    "never_compile",
-    "parametrizations_are_cached",
-    "pop_saved_tensors_hooks",
-    "profiler_is_active",
-    "push_saved_tensors_hooks",
-    "queue_callback",
-    "refuses_hooks",
-    "saved_tensors_hooks_are_enabled",
-    "saved_tensors_hooks_on_top",
-    "sequence_number",
-    "storage_use_count",
-    "torchscript_state",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-    "unsafe_view",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # --- who follows what is computed -------------------------------------------------------------------------------------
 
