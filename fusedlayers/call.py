@@ -39,7 +39,6 @@ from .activations import DTYPES, Activation, WithOperands, resolve
 from .activations.table import by_name
 from .kernels.operations import Convolution, Matmul, Operation, Pointwise
 from .ops.autocast import shared_cast
-from .ops.conv_node import Conv
 from .ops.dropout_node import act_dropout, drop, has_torchs_mask, serves
 from .ops.edits import is_under_checkpoint
 from .ops.pointwise import BiasAct, Origin, place_of
@@ -267,7 +266,7 @@ def _fused(plan: Plan, call: Call) -> Tensor:
     elif w is None and b is None:
         z = x
     else:
-        z = Conv.apply(x, w, b, operation) if plan.has_own_node else operation(x, w, b)
+        z = operation(x, w, b)
     if residual is not None and plan.saved == "input":
         z, residual = z.add_(residual), None
     if plan.saved != "output":

@@ -122,7 +122,7 @@ def conv_bias_act(
     Raises:
         TypeError, ValueError: as ``dense_bias_act``. Nothing has been written by then.
 
-    Saved: the output or what ``save`` says, ``input`` if the weight needs a gradient, ``weight`` if the input does.
+    Saved: the output or what ``save`` says, and what PyTorch's convolution saves: ``input`` and ``weight``.
 
     >>> import torch, fusedlayers as fl
     >>> fl.conv_bias_act(torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3), None, "silu", stride=2, padding=1).shape

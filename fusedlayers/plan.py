@@ -20,7 +20,7 @@ from . import kernels, validation
 from ._torch import autocast_is_active, saved_tensors_hooks_on_top
 from .activations import KEPT_BY_TORCH, Activation, Saved
 from .kernels import Backend
-from .kernels.operations import GATE, Convolution, Operation, Pointwise, Weight
+from .kernels.operations import GATE, Operation, Pointwise, Weight
 from .ops.mlp_forward import Block, BlockOptions
 from .sizes import limits_of
 from .utils.formatting import whole_size_text
@@ -76,8 +76,6 @@ class Plan(NamedTuple):
     dim: int = -1
     #: Whether the activation's kernel adds the bias, and not the operation.
     bias_in_kernel: bool = False
-    #: Whether a node of this package makes z, saving less than torch's.
-    has_own_node: bool = False
     #: Whether x is flattened first. Otherwise the operation returns a view, and autograd makes a copy where a view is
     #: overwritten.
     flattens: bool = False
@@ -155,7 +153,7 @@ def decide(call: Call, followed_by: str | None) -> Plan:
 
 def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
     """The plan with all that the kernels must know."""
-    operation, x, w, b, _, activation, *_ = call
+    operation, x, _, b, _, activation, *_ = call
     saved, backend = plan.saved, plan.backend
     other_dim = call.operand_dim
     is_along = other_dim is None or (other_dim - operation.dim) % max(1, x.dim()) == 0
@@ -169,10 +167,8 @@ def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
             path="no_grad", saved="nothing", reason="saves nothing: no gradient is needed", dim=dim,
             bias_in_kernel=adds_bias, overwrites=overwrites and (saved == "output" or not is_pointwise),
         )  # fmt: skip
-    has_own_node = isinstance(operation, Convolution) and not (x.requires_grad and w.requires_grad)
-    has_own_node = has_own_node and operation.padding_in_numbers(w) is not None  # type: ignore[union-attr]  # as above
     is_hooked = saved_tensors_hooks_on_top(True) is not None
-    by_torch = not (call.is_inplace or has_own_node or (is_pointwise and b is None))
+    by_torch = not (call.is_inplace or (is_pointwise and b is None))
     # Under hooks nobody would notice an edit of what PyTorch's operation has saved: where PyTorch's own layers do not
     # save it, their result may be edited.
     by_torch = by_torch and (not is_hooked or activation.name in KEPT_BY_TORCH)
@@ -180,9 +176,8 @@ def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
     is_in_place = is_in_place and _result_bytes(call) < limits_of(x).large
     return plan._replace(
         path="in_place" if is_in_place else "fused", dim=dim, bias_in_kernel=adds_bias and saved != "input",
-        has_own_node=has_own_node and plan.cast is None, flattens=operation.returns_view(x) and is_along,
-        overwrites=overwrites and is_along and saved != "input", is_hooked=is_hooked and saved == "output",
-        function=operation.function,
+        flattens=operation.returns_view(x) and is_along, overwrites=overwrites and is_along and saved != "input",
+        is_hooked=is_hooked and saved == "output", function=operation.function,
     )  # fmt: skip
 
 
