@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _torch, kernels, sizes, validation
+from . import _torch, sizes, validation
 from ._torch import (
     FAKE_MODE,
     PROXY_MODE,
@@ -35,11 +35,11 @@ from ._torch import (
     saved_tensors_hooks_on_top,
     torchscript_state,
 )
-from .activations import DTYPES, Activation, WithOperands, resolve
+from .activations import Activation, WithOperands, resolve
 from .activations.table import by_name
 from .kernels.operations import Convolution, Matmul, Operation, Pointwise
 from .ops.autocast import shared_cast
-from .ops.dropout_node import act_dropout, drop, has_torchs_mask, serves
+from .ops.dropout_node import act_dropout, serves
 from .ops.edits import is_under_checkpoint
 from .ops.pointwise import BiasAct, Origin, place_of
 from .plan import Call, Plan, autocast_dtype, decide, needs_gradient
@@ -318,15 +318,5 @@ def run_dropout(call: Call, p: float) -> Tensor:
     if is_one_node and serves(z, record, p):
         y = act_dropout(z, record, p, plan.backend, z is not x)
     else:
-        y = dropped(execute(plan, of_z), p)
+        y = F.dropout(execute(plan, of_z), p)
     return operation.unflattened(y, given) if is_view else y
-
-
-def dropped(y: Tensor, p: float) -> Tensor:
-    """``F.dropout(y, p)`` that keeps a bit for each element; by PyTorch where that cannot be, or is not worth a node in
-    Python."""
-    is_ours = validation.are_usual(y) and needs_gradient(y) and y.dtype in DTYPES and not sizes.is_small(y)
-    is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
-    if not is_ours or not has_torchs_mask(y, p):
-        return F.dropout(y, p) if p else y
-    return drop(y, p, kernels.choose(y))

@@ -66,14 +66,6 @@ class Backend(Protocol):
         """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
         ...
 
-    def drop(self, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
-        ...
-
-    def drop_gradient(self, dy: Tensor, bits: Tensor, factor: float) -> Tensor:
-        """The gradient of x, in a new tensor, for dense dy, laid out like x."""
-        ...
-
     def drop_marked(self, y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
         """The dropout of the activation's outputs y, which carry the branch, in ``out``, which may be y; what was
         dropped is marked as ``kernels/reference/dropout_bits.py`` says. All are dense and laid out alike."""

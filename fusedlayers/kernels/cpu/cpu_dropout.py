@@ -1,4 +1,4 @@
-"""Dropout on a CPU, alone and behind an activation, by the loops.
+"""Dropout behind an activation on a CPU, by the loops.
 
 Functions of 16-bit numbers are tables of all 65,536, which hold the factor ``1 / (1 - p)`` and what a dropped output
 means.
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from ...activations import Activation
-from ...derivative.features import Fold
 from ...utils.isolation import in_clean_state
 from ...utils.storages import is_plain
 from .. import reference
@@ -22,33 +21,13 @@ from .cpu_elementwise import KERNELS, all_values, formula_kernel, gradient_kerne
 from .loops import Kernel
 
 
-def drop(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
-    if not loops.serve(x.dtype):
-        return reference.drop(x, p)
-    keep, factor = reference.drawn(x, p), reference.factor_of(p, x.dtype, "cpu")
-    y, bits = torch.empty_like(x), x.new_empty(-(-x.numel() // 8), dtype=torch.uint8)
-    loops.call("drop", _dropping(x.dtype, factor), y, None, *(t.data_ptr() for t in (x, keep, y, bits)))
-    return y, bits
-
-
-def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
-    """The gradient of x, in a new tensor, for dense dy, laid out like x."""
-    if not loops.serve(dy.dtype):
-        return reference.drop_gradient(dy, bits, factor)
-    dx = torch.empty_like(dy)
-    loops.call("drop_gradient", _dropping(dy.dtype, factor), dx, None, *(t.data_ptr() for t in (dy, bits, dx)))
-    return dx
-
-
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """The dropout of outputs y, which carry the branch, in ``out``, which may be y; all are dense and laid out
     alike."""
     if not loops.serve(y.dtype):
         return reference.drop_marked(y, keep, activation, p, out)
-    is_table = y.dtype.itemsize == 2
-    kernel = _stored_kernel(activation, y.dtype, p) if is_table else _dropping(y.dtype, 1 / (1 - p), activation.fold)
-    loops.call("drop_marked", kernel, out, None, y.data_ptr(), keep.data_ptr(), out.data_ptr())
+    addresses = y.data_ptr(), keep.data_ptr(), out.data_ptr()
+    loops.call("drop_marked", _stored_kernel(activation, y.dtype, p), out, None, *addresses)
     return out
 
 
@@ -66,12 +45,6 @@ def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float
     return out
 
 
-@functools.lru_cache(64)
-def _dropping(dtype: torch.dtype, factor: float, fold: Fold | None = None) -> Kernel:
-    """The kernel that multiplies what is kept."""
-    return Kernel(dtype, ("relu", factor), fold)
-
-
 @functools.lru_cache(KERNELS)
 def _gradient_kernel(activation: Activation) -> Kernel | None:
     """That of float32 outputs; also where ATen has one, which knows nothing of what was dropped."""
@@ -84,7 +57,9 @@ def _gradient_kernel(activation: Activation) -> Kernel | None:
 @functools.lru_cache(KERNELS)
 @in_clean_state
 def _stored_kernel(activation: Activation, dtype: torch.dtype, p: float) -> Kernel:
-    """What is stored for every output that is kept."""
+    """What is stored for every output that is kept: of float32 by the factor, of 16 bits by a table."""
+    if dtype is torch.float32:
+        return Kernel(dtype, ("relu", 1 / (1 - p)), activation.fold)  # any function, with the factor as its parameter
     stored = reference.scaled(activation, all_values(dtype).float(), dtype, 1 - p)
     return Kernel(dtype, values=stored.to(dtype))
 

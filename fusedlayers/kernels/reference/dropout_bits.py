@@ -52,25 +52,6 @@ def unpacked(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tenso
     return eights.view(torch.uint8).view(torch.bool).as_strided(shape, strides)
 
 
-def drop(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
-    y, keep = dropped_by_torch(x, p)
-    return y, packed(keep)
-
-
-def dropped_by_torch(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """``F.dropout(x, p)``, and what it has kept of x."""
-    if not x.is_cpu:
-        return torch.native_dropout(x, p, True)
-    keep = drawn(x, p)
-    return (x * keep).mul_(factor_of(p, x.dtype, "cpu")), keep
-
-
-def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
-    """The gradient of x, in a new tensor, for dense dy, laid out like x."""
-    return (dy * unpacked(bits, dy.shape, dy.stride())).mul_(factor)
-
-
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """The dropout of outputs y, which carry the branch, in ``out``, which may be y; all are dense and laid out
     alike."""

@@ -5,7 +5,7 @@ from triton.runtime import driver
 
 from ...activations import Activation
 from .codegen import computes
-from .triton_dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
+from .triton_dropout import drop_marked, drop_marked_gradient
 from .triton_elementwise import bias_act, gradient, inverse
 from .triton_gates import gate, gate_gradient
 from .triton_rms_norm import rms_norm, rms_norm_gradient
@@ -15,8 +15,6 @@ __all__ = [
     "CHUNK_BYTES",
     "bias_act",
     "computes",
-    "drop",
-    "drop_gradient",
     "drop_marked",
     "drop_marked_gradient",
     "gate",
