@@ -241,15 +241,6 @@ def _without_gradients(plan: Plan, call: Call) -> Tensor:
     )  # fmt: skip
 
 
-def _in_place(plan: Plan, call: Call) -> Tensor:
-    """By PyTorch's own operations, the activation in place."""
-    operation, given, w, b, residual, activation, *_ = call
-    x, residual = _flattened(operation, given, residual) if plan.flattens else (given, residual)
-    z = operation(x, w, b)
-    y: Tensor = activation.in_place(z if residual is None else z.add_(residual))
-    return operation.unflattened(y, given) if plan.flattens else y
-
-
 def _fused(plan: Plan, call: Call) -> Tensor:
     """By a backend's kernels, for gradients."""
     operation, given, w, b, residual, _, _, _, operands, _ = call
@@ -293,7 +284,6 @@ PATHS: dict[str, Callable[[Plan, Call], Tensor]] = {
     "composite": _composite,
     "compiled": _compiled,
     "no_grad": _without_gradients,
-    "in_place": _in_place,
     "fused": _fused,
 }
 
@@ -314,7 +304,7 @@ def run_dropout(call: Call, p: float) -> Tensor:
         z = z + residual if z is x or residual.dtype is not z.dtype else z.add_(residual)
     plan, of_z = plan_for(Call(Pointwise(operation.dim), z, None, None, None, activation, save))
     record = of_z.activation
-    is_one_node = plan.path in ("fused", "in_place") and plan.saved == "output" and not of_z.operands
+    is_one_node = plan.path == "fused" and plan.saved == "output" and not of_z.operands
     if is_one_node and serves(z, record, p):
         y = act_dropout(z, record, p, plan.backend, z is not x)
     else:

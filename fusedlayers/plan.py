@@ -28,13 +28,12 @@ from .utils.formatting import whole_size_text
 #: Of a function that a layer would keep both sides of.
 _KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"
 
-Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "by_layer"]
+Path = Literal["composite", "compiled", "no_grad", "fused", "by_layer"]
 """How a call is computed.
 
 * "composite": by PyTorch's own operations, which save what they save;
 * "compiled": by functional operations that the compiler fuses;
 * "no_grad": by a backend's kernels, saving nothing;
-* "in_place": by PyTorch's own operations, the activation in place, which saves its result;
 * "fused": by a backend's kernels under an autograd Function;
 * "by_layer", of a block: each layer by a plan of its own.
 """
@@ -153,9 +152,8 @@ def decide(call: Call, followed_by: str | None) -> Plan:
 
 def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
     """The plan with all that the kernels must know."""
-    operation, x, _, b, _, activation, *_ = call
-    saved, backend = plan.saved, plan.backend
-    other_dim = call.operand_dim
+    operation, x, *_ = call
+    saved, backend, other_dim = plan.saved, plan.backend, call.operand_dim
     is_along = other_dim is None or (other_dim - operation.dim) % max(1, x.dim()) == 0
     dim = operation.dim if is_along or other_dim is None else other_dim
     is_pointwise = isinstance(operation, Pointwise)
@@ -168,16 +166,10 @@ def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
             bias_in_kernel=adds_bias, overwrites=overwrites and (saved == "output" or not is_pointwise),
         )  # fmt: skip
     is_hooked = saved_tensors_hooks_on_top(True) is not None
-    by_torch = not (call.is_inplace or (is_pointwise and b is None))
-    # Under hooks nobody would notice an edit of what PyTorch's operation has saved: where PyTorch's own layers do not
-    # save it, their result may be edited.
-    by_torch = by_torch and (not is_hooked or activation.name in KEPT_BY_TORCH)
-    is_in_place = by_torch and saved == "output" and activation.in_place is not None
-    is_in_place = is_in_place and _result_bytes(call) < limits_of(x).large
     return plan._replace(
-        path="in_place" if is_in_place else "fused", dim=dim, bias_in_kernel=adds_bias and saved != "input",
-        flattens=operation.returns_view(x) and is_along, overwrites=overwrites and is_along and saved != "input",
-        is_hooked=is_hooked and saved == "output", function=operation.function,
+        dim=dim, bias_in_kernel=adds_bias and saved != "input", flattens=operation.returns_view(x) and is_along,
+        overwrites=overwrites and is_along and saved != "input", is_hooked=is_hooked and saved == "output",
+        function=operation.function,
     )  # fmt: skip
 
 
@@ -188,7 +180,8 @@ def _left_because(call: Call, dtype: torch.dtype, backend: Backend, is_trained: 
         return None
     if activation.torch_keeps_less and operation != GATE:
         return _KEEPS_LESS
-    limit = limits_of(x).medium
+    is_kept = activation.name in KEPT_BY_TORCH and not isinstance(operation, Pointwise)
+    limit = limits_of(x).large if is_kept else limits_of(x).medium
     is_small = _result_bytes(call) < limit and not call.is_inplace
     if is_trained and activation.output_refusal(dtype) is None:
         because = backend.slow_because(activation, dtype, may_build=not is_small)

@@ -35,8 +35,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="session")
 def little_is_fused() -> None:
-    """Tests compute little, which PyTorch would compute: here it computes only results of less than 1 KiB.
-    ``test_in_place.py`` is about larger ones."""
+    """Tests compute little, which PyTorch would compute: here it computes only results of less than 1 KiB."""
     from fusedlayers import sizes
 
     sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = sizes.GPU_MEDIUM_BYTES = sizes.SPELLED_NORM_BYTES = 1 << 10
