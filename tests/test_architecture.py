@@ -129,7 +129,6 @@ MANY_PARAMETERS = {
     **dict.fromkeys(("functional.conv_bias_act", "nn.conv.__init__"), "those of torch's convolutions"),
     **dict.fromkeys(("functional.mlp", "functional.gated_mlp", "nn.mlp.__init__"), "two layers, each with its options"),
     "kernels.cpu.loops.__init__": "what a compiled loop may be given, most of it by name",
-    "kernels.triton.triton_elementwise.launch_gradient": "those of the kernel that it launches",
 }
 
 
