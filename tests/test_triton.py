@@ -4,6 +4,7 @@ Errors are measured against float64 and compared with torch's own in the same dt
 """
 
 import itertools
+import logging
 import math
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,6 +17,7 @@ from reference import all_values, assert_as_good_as_torch, check_gates, derivati
 from torch import Tensor
 
 import fusedlayers as fl
+from fusedlayers import kernels
 from fusedlayers.activations import Activation, resolve
 from fusedlayers.derivative import branch_bit
 
@@ -24,7 +26,7 @@ import triton.language as tl  # after the line that skips without it
 
 from fusedlayers.kernels import GradientRequest
 from fusedlayers.kernels import triton as backend
-from fusedlayers.kernels.triton import tiles
+from fusedlayers.kernels.triton import launch, tiles
 
 pytestmark = [pytest.mark.filterwarnings(*INTERPRETER_WARNINGS), pytest.mark.usefixtures("interpreter_converts")]
 
@@ -487,3 +489,35 @@ def test_in_place_agrees_with_the_eager_backend(name: str, on_triton: Switch) ->
     z, b = normal(19, 31), normal(31, seed=1)
     for view in (lambda z: z * 1, lambda z: (z * 1)[:, :], lambda z: (z * 1).t().contiguous().t()):
         compare(on_triton, lambda z, b, view=view: fl.bias_act(view(z), b, name, inplace=True), z, b, rtol=FOLDED_RTOL)
+
+
+# --- where no kernel runs ---------------------------------------------------------------------------------------------
+
+
+class Broken:
+    """A kernel that cannot be compiled here."""
+
+    arg_names = ()
+
+    def __getitem__(self, grid: object) -> Any:
+        def run(*arguments: Any, **options: Any) -> None:
+            raise RuntimeError("Failed to find C compiler")
+
+        return run
+
+
+def test_a_gpu_on_which_none_runs_is_left_to_torch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launch, "one_kernel", Broken())
+    kernels._for_gpus.cache_clear()
+    with caplog.at_level(logging.WARNING, "fusedlayers"):
+        assert kernels._for_gpus() is kernels.reference
+    kernels._for_gpus.cache_clear()
+    assert "Triton does not run on this GPU, and torch operations compute in its place: RuntimeError" in caplog.text
+
+
+def test_one_that_fails_says_what_helps() -> None:
+    with pytest.raises(RuntimeError, match="C compiler") as caught:
+        launch.Launch(Broken(), [1], [], {})(torch.empty(1, device=DEVICE))
+    assert "FUSEDLAYERS_KERNELS=off" in caught.value.__notes__[0]

@@ -19,7 +19,6 @@ from ...activations.tracing import trace
 from ...utils.bounded_cache import BoundedCache
 from .. import reference
 from .codegen import compile_function, print_function
-from .fallback import or_reference
 from .launch import Launch, cdiv, on
 from .tiles import OPTIONS, TILE
 
@@ -51,7 +50,6 @@ def drop_marked_gradient_kernel(dy_ptr, y_ptr, dz_ptr, count, rest, GRADIENT: tl
     tl.store(dz_ptr + place, dz.to(dz_ptr.dtype.element_ty), mask=inside)
 
 
-@or_reference(reference.drop_marked)
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """The dropout of outputs y, which carry the branch, in ``out``, which may be y; all are dense and laid out
     alike."""
@@ -64,7 +62,6 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
     return out
 
 
-@or_reference(reference.drop_marked_gradient)
 def drop_marked_gradient(dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
     """``dy keep / (1 - p) f'``, in ``out``, which may be y; all are dense and laid out alike."""
     if y.numel():

@@ -23,11 +23,9 @@ from torch import Tensor
 from ...activations import Activation
 from ...utils.bounded_cache import BoundedCache
 from ...utils.layout import is_dense, laid_out_as
-from .. import reference
 from ..interface import GradientRequest
 from . import tiles
 from .codegen import device_function, pack
-from .fallback import or_reference
 from .launch import Launch, cdiv, on
 from .sums import Sum, each
 from .tiles import as_matrix, channel_of, constants_of, first_tile, next_tile, store_by_channel, tile_of, walk_of
@@ -144,7 +142,6 @@ _launches: BoundedCache[Launch] = BoundedCache(1024)
 _gradient_launches: BoundedCache[_GradientLaunch] = BoundedCache(1024)
 
 
-@or_reference(reference.bias_act)
 def bias_act(
     z: Tensor,
     b: Tensor | None,
@@ -162,7 +159,6 @@ def bias_act(
     return _forward(forward, z, b, residual, operands, dim, out)
 
 
-@or_reference(reference.inverse)
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
     function = device_function(activation, "inverse", given="output", dtype=y.dtype)
@@ -206,7 +202,6 @@ def _forward(
     return out.copy_(y)
 
 
-@or_reference(reference.gradient)
 def gradient(
     dy: Tensor,
     saved: Tensor,

@@ -21,11 +21,9 @@ from torch.autograd.graph import increment_version
 
 from ...activations import Activation
 from ...utils.bounded_cache import BoundedCache
-from .. import reference
 from ..interface import GradientRequest
 from . import tiles
 from .codegen import device_function
-from .fallback import or_reference
 from .launch import Launch, cdiv, on
 from .tiles import OPTIONS, Matrix, index_of, tile_of
 from .triton_elementwise import bias_act, gradient
@@ -110,7 +108,6 @@ def _are_rows(*tensors: Tensor) -> bool:
     return True
 
 
-@or_reference(reference.gate)
 def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
     y = torch.empty_like(z) if out is None else out
@@ -121,7 +118,6 @@ def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tenso
     return y
 
 
-@or_reference(reference.gate_gradient)
 def gate_gradient(
     dy: Tensor,
     z: Tensor,
