@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .._torch import Node
 from ..kernels import Backend
-from ..kernels.rms_norm_options import RmsNormOptions
+from ..kernels.interface import RmsNormOptions
 from .second_derivatives import gradients_through, needs_composite
 
 

@@ -26,7 +26,7 @@ from .. import sizes
 from .._torch import autocast_is_active
 from ..call import followed_by
 from ..kernels import choose
-from ..kernels.rms_norm_options import RmsNormOptions
+from ..kernels.interface import RmsNormOptions
 from ..ops.rms_norm_node import RmsNorm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state

@@ -45,7 +45,7 @@ typedef struct {
   const float *cubics;
 } fold_table;
 
-/* The part of a normal distribution below z: cubics about z = i / steps, from i = first to last (cubics.py). */
+/* The part of a normal distribution below z: cubics about z = i / steps, from i = first to last (loops.py). */
 typedef struct { float steps, first, last; const float *cubics; } normal;
 
 typedef struct {

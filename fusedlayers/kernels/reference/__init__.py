@@ -19,9 +19,7 @@ from .dropout_bits import (
     slope,
     unpacked,
 )
-from .elementwise import bias_act, derivative, gradient, sum_of
-from .gated import gate, gate_gradient
-from .inverse import inverse
+from .elementwise import bias_act, derivative, gate, gate_gradient, gradient, inverse, sum_of
 from .rms_norm import rms_norm, rms_norm_gradient
 
 __all__ = [

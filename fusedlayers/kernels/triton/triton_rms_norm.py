@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...utils.bounded_cache import BoundedCache
 from .. import reference
-from ..rms_norm_options import RmsNormOptions
+from ..interface import RmsNormOptions
 from .launch import Launch, cdiv, next_power_of_2, on
 from .sums import add_up
 
