@@ -28,9 +28,8 @@ from ._torch import (
 )
 from .activations import Activation, Saved, resolve
 from .activations.table import by_name
-from .call import execute, followed_by, plan_for, run_dropout, with_operands
+from .call import execute, followed_by, plan_for, run_dropout, shared_cast, with_operands
 from .kernels.operations import MATMUL
-from .ops.autocast import shared_cast
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
 from .ops.mlp_node import MLP
 from .plan import Call, Plan, autocast_dtype, choose_save, describe_block, needs_gradient, plain

@@ -12,11 +12,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 from . import _torch, sizes, validation
 from ._torch import (
@@ -38,10 +40,9 @@ from ._torch import (
 from .activations import Activation, WithOperands, resolve
 from .activations.table import by_name
 from .kernels.operations import Convolution, Matmul, Operation, Pointwise
-from .ops.autocast import shared_cast
 from .ops.dropout_node import act_dropout, serves
-from .ops.edits import is_under_checkpoint
 from .ops.pointwise import BiasAct, Origin, place_of
+from .ops.saved_buffers import is_under_checkpoint
 from .plan import Call, Plan, autocast_dtype, decide, needs_gradient
 from .utils.bounded_cache import BoundedCache
 from .utils.compiled_checkpoint import compiled_checkpoint
@@ -273,6 +274,24 @@ def _fused(plan: Plan, call: Call) -> Tensor:
         node: Any = y.grad_fn
         node.places = places
     return operation.unflattened(y, given) if plan.flattens else y
+
+
+def shared_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, for the dtype that autocast casts to; of a matrix whose cast torch caches, that cast.
+
+    While autocast is on, torch casts a parameter once for all who use it, and saves that one cast. ``parameter.to``
+    makes another each time, and torch has no function that returns its own; but operations save it: it is read from the
+    node of a product that computes nothing.
+    """
+    is_trained = tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
+    is_shared = is_trained and torch.is_autocast_cache_enabled()
+    if tensor.dtype is not torch.float32 or tensor.dim() != 2 or not is_shared:
+        return tensor.to(dtype)
+    nothing = torch.empty(tensor.shape[1], 0, dtype=dtype, device=tensor.device, requires_grad=True)
+    # Saved-tensor hooks, a checkpoint's for one, would replace the cast.
+    with saved_tensors_hooks(lambda t: t, lambda t: t) if saved_tensors_hooks_on_top(True) else nullcontext():
+        cast = getattr(torch.mm(tensor, nothing).grad_fn, "_saved_self", None)
+    return cast if cast is not None and cast.dtype is dtype else tensor.to(dtype)
 
 
 def _flattened(operation: Operation, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:

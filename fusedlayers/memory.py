@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks
-from .ops.edits import unedited
+from .ops.saved_buffers import unedited
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
 from .utils.storages import storages_of, strided_parts, tensors_in
 

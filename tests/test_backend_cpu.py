@@ -19,7 +19,7 @@ from fusedlayers.derivative import branch_bit
 from fusedlayers.kernels import GradientRequest, cpu
 from fusedlayers.kernels.cpu import loops
 from fusedlayers.memory import peak_bytes
-from fusedlayers.ops.gate_node import gate_act
+from fusedlayers.ops.replayed_nodes import gate_act
 from fusedlayers.utils.layout import is_dense
 
 TABLE = [row.bind() for row in rows()]

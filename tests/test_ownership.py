@@ -85,7 +85,7 @@ def test_torch_is_asked_once_and_in_any_mode(monkeypatch: pytest.MonkeyPatch) ->
         assert alone is not None and buffer_reuse._users_of_new() == alone
     for missing in ("storage_use_count", "graph_is_kept"):
         with monkeypatch.context() as patch:
-            patch.delattr(f"fusedlayers.ops.buffer_reuse.{missing}")
+            patch.delattr(f"fusedlayers.ops.saved_buffers.{missing}")
             patch.setattr(buffer_reuse, missing, _gone, raising=False)
             assert buffer_reuse._users_of_new.__wrapped__() is None
 

@@ -19,9 +19,8 @@ from ..kernels import Backend, reference
 from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense, laid_out_as
 from ..utils.profile_ranges import profile_range
-from .buffer_reuse import take_over
-from .edits import expected_from_hooks, saved_output
 from .pointwise import place_of
+from .saved_buffers import expected_from_hooks, saved_output, take_over
 from .second_derivatives import SavedOutput, needs_composite
 
 

@@ -26,8 +26,8 @@ from .. import validation
 from .._torch import Node
 from ..kernels import GradientRequest
 from ..utils.layout import operand_along
-from .buffer_reuse import take_over
 from .mlp_forward import Block, Linear, linear, run, unpacked
+from .saved_buffers import take_over
 from .second_derivatives import gradients_through, needs_composite
 
 

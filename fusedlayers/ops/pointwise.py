@@ -25,8 +25,7 @@ from ..kernels import GradientRequest
 from ..kernels.operations import Recompute
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, operand_along, sum_along
-from .buffer_reuse import take_over
-from .edits import expected_from_hooks, saved_output
+from .saved_buffers import expected_from_hooks, saved_output, take_over
 from .second_derivatives import SavedOutput, gradients_through, needs_composite
 
 if TYPE_CHECKING:

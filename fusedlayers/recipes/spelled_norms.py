@@ -27,7 +27,7 @@ from .._torch import autocast_is_active
 from ..call import followed_by
 from ..kernels import choose
 from ..kernels.interface import RmsNormOptions
-from ..ops.rms_norm_node import RmsNorm
+from ..ops.replayed_nodes import RmsNorm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
 from ..validation import is_autocast, unusual_because
