@@ -1,7 +1,8 @@
 """Gates in a module that holds an activation and linear layers: ``act(a) * b`` as one node, which saves a and b.
 
-PyTorch's own nodes with recipes save as much, but write three new buffers in backward. The node (``ops/replayed_nodes.py``)
-writes the gradients over a and b. The node of ``act(a)`` is made for nothing: whether it is multiplied shows later.
+PyTorch's own nodes with recipes save as much, but write three new buffers in backward. This node, of
+``ops/replayed_nodes.py``, writes the gradients over a and b. That of ``act(a)`` is made for nothing: whether it is
+multiplied shows later.
 
 Cost: a function mode around these modules, 2 us for each function that they call.
 """
