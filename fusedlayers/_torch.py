@@ -184,7 +184,7 @@ disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-
 def inductor(
     module: Any, inputs: Any, *, mode: Any, options: Any, memory_budget: float, is_compiled: bool
 ) -> Callable[..., Any]:
-    """What Inductor makes of a graph, where its partitioner has this ``activation_memory_budget``. Without compilation
+    """Inductor's code for a graph, where its partitioner has this ``activation_memory_budget``. Without compilation
     the parts run as they were traced: they save what the compiled ones would."""
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._functorch import config
@@ -240,7 +240,7 @@ dynamo_is_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """What traces ``function``, called with examples, to a graph of ATen's operators."""
+    """A tracer of ``function``, called with examples, to a graph of ATen's operators."""
     from torch.fx.experimental import proxy_tensor
 
     return proxy_tensor.make_fx(function, **options)

@@ -60,7 +60,7 @@ class BlockCall(NamedTuple):
 
 
 def run_block(call: BlockCall) -> Tensor:
-    """What a block computes."""
+    """The result of a block."""
     plan, call, traced = plan_block(call)
     if plan.path == "fused":
         return _whole_block(plan, traced)
@@ -100,7 +100,7 @@ def plan_block(call: BlockCall) -> tuple[Plan, BlockCall, BlockCall]:
 
 
 def _facts(call: BlockCall, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], str | None, BlockCall]:
-    """What the decision depends on; why PyTorch must compute it, or None; and the call with its activation traced."""
+    """The facts of a call; why PyTorch must compute it, or None; and the call with its activation traced."""
     options, x, first, last, activation, *_ = call
     shape, small_bytes = x.shape, sizes.small_bytes(x) if x.is_cuda else sizes.SMALL_BYTES
     hidden = first[0].w.shape[:1].numel() // options.halves(first)
@@ -192,7 +192,7 @@ def _rows(x: Tensor) -> int:
 
 
 def choose_block_save(options: BlockOptions, activation: Activation, dtype: torch.dtype) -> Saved:
-    """What is saved of the hidden layer."""
+    """The saved part of the hidden layer."""
     if options.save == "recompute":
         return "recompute"  # also without an activation: the last layer saves what it multiplies
     return "input" if options.is_gated else choose_save(options.function, activation, options.save, dtype)

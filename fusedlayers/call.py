@@ -58,7 +58,7 @@ _log = logging.getLogger("fusedlayers")
 
 
 def execute(plan: Plan, call: Call) -> Tensor:
-    """What a call computes, by its plan."""
+    """The result of a call, by its plan."""
     path = PATHS[plan.path]
     if plan.path not in ("composite", "compiled") and profiler_is_active():  # whose operations have names
         with RecordFunction(f"fusedlayers::{range_name(call.operation.function, call.activation.name)}"):
@@ -106,7 +106,7 @@ def plan_for(call: Call) -> tuple[Plan, Call]:
 
 
 def _facts(call: Call) -> tuple[Hashable, str | None, Call]:  # to enter more functions takes longer than these tests
-    """What the decision depends on; why PyTorch must compute it, or None; and the call with its activation traced."""
+    """The facts of a call; why PyTorch must compute it, or None; and the call with its activation traced."""
     operation, x, w, b, residual, activation, save, is_inplace, *_ = call
     shape: Any = x.shape
     limits = sizes.limits_of(x) if x.is_cuda else (sizes.SMALL_BYTES, sizes.MEDIUM_BYTES)
@@ -177,7 +177,7 @@ def with_operands(
 
 
 def followed_by() -> str | None:
-    """Who follows what is computed and must see PyTorch's own operations, or None."""
+    """The active tracer or transform that must see PyTorch's own operations, or None."""
     if functorch_is_active():
         return "a transform of torch.func follows the computation"
     if forward_ad_level() >= 0:

@@ -58,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call does."""
+    """A call's path, and its saved tensors."""
 
     path: Path
     #: What the activation saves: "output" y, "input" the pre-activation z, "recompute" neither, "nothing" where none is
@@ -105,7 +105,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts a matmul's arguments to, or None where it is off; float64 stays."""
+    """The dtype that autocast casts a matmul's arguments to, or None where it is off; float64 stays."""
     if not autocast_is_active() or not validation.is_autocast(x.device.type):
         return None
     return x.dtype if x.dtype is torch.float64 else torch.get_autocast_dtype(x.device.type)
@@ -195,7 +195,7 @@ def _result_bytes(call: Call) -> int:
 
 
 def choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:
-    """What is saved of an activation where gradients need something.
+    """The saved part of an activation where gradients need something.
 
     Raises:
         ValueError: an unknown ``save``, or ``save="output"`` where the output does not determine the derivative.
@@ -214,7 +214,7 @@ def choose_save(function: str, activation: Activation, save: str, dtype: torch.d
 
 
 def describe(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None = None) -> str:
-    """What ``choose_save`` has chosen, and why, for people. With a device, it says where PyTorch computes instead."""
+    """The choice of ``choose_save``, and its reason, for people; with a device, also where PyTorch computes instead."""
     left = activation.left_because(dtype)
     if left is not None and (save != "output" or activation.is_identity):  # which is refused
         return f"not fused: {left}"
@@ -238,7 +238,7 @@ def describe(activation: Activation, save: str, dtype: torch.dtype, device: torc
 def describe_block(
     options: BlockOptions, activation: Activation, dtype: torch.dtype, device: torch.device | None = None
 ) -> str:
-    """What a block saves of its hidden layer, and why, as ``describe``."""
+    """The saved part of a block's hidden layer, and the reason, as ``describe``."""
     if options.save != "output" and (left := activation.left_because(dtype)) is not None:
         return f"not fused: {left}"
     if options.save != "recompute" and options.is_gated:

@@ -49,7 +49,7 @@ class RmsNormOptions(NamedTuple):
 
 
 class Backend(Protocol):
-    """What a backend computes. No argument is written to but ``out``, and others where the docstring says so."""
+    """The functions of a backend. No argument is written to but ``out``, and others where the docstring says so."""
 
     def computes(self, activation: Activation) -> bool:
         """Whether this backend has, or can make, code for the activation."""

@@ -1,4 +1,4 @@
-"""What comes before an activation: a matmul, a convolution or a bias, ``z = operation(x, w, b)``, by torch."""
+"""The operation before an activation: a matmul, a convolution or a bias, ``z = operation(x, w, b)``, by torch."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class WithActivation(nn.Module):
         raise NotImplementedError
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        """What the layer would keep of the activation in ``dtype``, in a few words."""
+        """The part of the activation that the layer would keep in ``dtype``, in a few words."""
         return describe(activation, self.save, dtype, self._example_tensor().device)
 
     def _set(self, activation: object, save: str) -> None:
@@ -189,7 +189,7 @@ _Sizes = int | Sequence[int]
 
 
 class FusedConvAct(FusedAct):
-    """What the convolutions of one to three dimensions share."""
+    """The base of the convolutions of one to three dimensions."""
 
     in_channels: int
     out_channels: int

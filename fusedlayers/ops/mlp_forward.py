@@ -1,4 +1,4 @@
-"""What an MLP block is, but for its tensors, and what it computes: whole, or for a chunk of rows at a time."""
+"""The description of an MLP block, and its forward pass: whole, or for a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Linear(NamedTuple):
 
 
 class BlockOptions(NamedTuple):
-    """What a block is asked for besides tensors."""
+    """The options of a block's call."""
 
     #: Whom errors name.
     function: str
@@ -76,7 +76,7 @@ class BlockOptions(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block is, but for its tensors."""
+    """A block without its tensors."""
 
     activation: Activation
     saved: Saved

@@ -45,7 +45,7 @@ class Expected(NamedTuple):
 
 
 def expected_from_hooks(y: Tensor, *, is_dirty: bool) -> Expected | None:
-    """What to look for in backward, of ``y``, which a node's ``forward`` saves; None where no hooks get it.
+    """The state of ``y`` that backward must find, which a node's ``forward`` saves; None where no hooks get it.
 
     Args:
         is_dirty: whether the node marks it as such, for which autograd counts one more behind ``forward``.

@@ -296,7 +296,7 @@ def _slopes(activation: Activation, dtype: torch.dtype, saved: str) -> Tensor:
 @functools.lru_cache(KERNELS)
 @in_clean_state
 def _stored_kernel(activation: Activation, dtype: torch.dtype, p: float) -> Kernel:
-    """What is stored for every output that is kept: of float32 by the factor, of 16 bits by a table."""
+    """The stored number for every output that is kept: of float32 by the factor, of 16 bits by a table."""
     if dtype is torch.float32:
         return Kernel(dtype, ("relu", 1 / (1 - p)), activation.fold)  # any function, with the factor as its parameter
     stored = reference.scaled(activation, all_values(dtype).float(), dtype, 1 - p)

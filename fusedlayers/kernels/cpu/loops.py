@@ -1,4 +1,4 @@
-"""What ``loops.c`` needs to be called: its structures, tensors as matrices, and tables of cubics.
+"""Calls of ``loops.c``: its structures, tensors as matrices, and tables of cubics.
 
 A ``Kernel`` is made once for an activation, a dtype and a direction (``cpu_elementwise.py``); a call then passes
 addresses.
@@ -90,7 +90,7 @@ class _Layout(ctypes.Structure):
 
 
 class Kernel:
-    """What a pass computes."""
+    """The function of a pass, with its tables."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ def serve(dtype: torch.dtype) -> bool:
 
 
 def function_of(activation: Activation) -> tuple[str, float] | None:
-    """What the loops call the activation, and its parameter."""
+    """The loops' name of the activation, and its parameter."""
     loop = activation.native.loop
     return None if loop is None else loop(**activation.parameters)
 

@@ -22,7 +22,7 @@ from .chunks import for_each
 
 
 def drawn(x: Tensor, p: float) -> Tensor:
-    """What ``F.dropout(x, p)`` would keep of x; its generator goes on as it would."""
+    """The mask of what ``F.dropout(x, p)`` would keep; its generator goes on as it would."""
     if x.is_cpu:
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
     return torch.native_dropout(x, p, True)[1]
@@ -31,7 +31,7 @@ def drawn(x: Tensor, p: float) -> Tensor:
 @functools.lru_cache(256)
 @in_clean_state
 def factor_of(p: float, dtype: torch.dtype, device: str) -> float:
-    """What ``F.dropout`` multiplies by: on CPUs a number in dtype, on GPUs one in float32 at least."""
+    """The factor of ``F.dropout``: on CPUs a number in dtype, on GPUs one in float32 at least."""
     wide = dtype if device == "cpu" else torch.promote_types(dtype, torch.float32)
     return float(torch.ones((), dtype=wide).div_(1 - p))
 
@@ -66,7 +66,7 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
 
 
 def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor | float) -> Tensor:
-    """What is stored of outputs y of ``dtype`` that are not dropped, where ``rest`` are kept, in float32 or wider."""
+    """The stored numbers for kept outputs y of ``dtype``, of which ``rest`` are kept, in float32 or wider."""
     fold, found = activation.fold, y * (1 / rest)
     if fold is None:
         return found + 0.0
@@ -74,7 +74,7 @@ def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor |
 
 
 def dropped(y: Tensor) -> Tensor:
-    """What is stored instead of outputs y, before the factor, that are dropped: -0, or NaN where y is not finite."""
+    """The stored numbers for outputs y, before the factor, that are dropped: -0, or NaN where y is not finite."""
     return (y - y).neg_()
 
 

@@ -267,4 +267,4 @@ FUNCTIONS = {
     for name, value in globals().items()
     if name.startswith("_") and not name.startswith("__") and callable(value)
 }
-"""What printed functions may call, by name."""
+"""The functions that printed ones may call, by name."""

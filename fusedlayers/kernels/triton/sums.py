@@ -51,7 +51,7 @@ def sums_kernel(
 
 
 class Sum(NamedTuple):
-    """What a gradient's kernel sums: one number for each channel, or one in all; and the dtype of the result."""
+    """A sum of a gradient's kernel: one number for each channel, or one in all; and the dtype of the result."""
 
     by_channel: bool
     dtype: torch.dtype

@@ -28,7 +28,7 @@ _launches: BoundedCache[Launch] = BoundedCache(1024)
 
 @triton.jit
 def drop_marked_kernel(y_ptr, keep_ptr, out_ptr, count, rest, SCALE: tl.constexpr, COUNT: tl.constexpr):
-    """What is stored of outputs y, of which ``rest`` are kept; out_ptr may be y_ptr."""
+    """out = the stored numbers for outputs y, of which ``rest`` are kept; out_ptr may be y_ptr."""
     place = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
     inside = place < count
     y = tl.load(y_ptr + place, mask=inside, other=0.0).to(tl.float32)
