@@ -329,3 +329,8 @@ def run_dropout(call: Call, p: float) -> Tensor:
     else:
         y = F.dropout(execute(plan, of_z), p)
     return operation.unflattened(y, given) if is_view else y
+
+
+def dropped(y: Tensor, p: float) -> Tensor:
+    """``F.dropout(y, p)``; y itself for 0."""
+    return F.dropout(y, p) if p else y

@@ -11,14 +11,13 @@ import functools
 from collections.abc import Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from . import validation
 from .activations import resolve
 from .block_call import BlockCall, run_block
-from .call import execute, plan_for, run_dropout, run_in_place
+from .call import dropped, execute, plan_for, run_dropout, run_in_place
 from .kernels.operations import MATMUL, Pointwise
 from .ops.mlp_forward import BlockOptions, Linear
 from .plan import Call, plain
@@ -79,7 +78,7 @@ def dense_bias_act(
         validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if not record.is_fusible:  # it has no name in a graph
             plan = plain("one of the tensors is of a class of its own")
-            return _dropped(execute(plan, Call(MATMUL, *tensors, record)), dropout)
+            return dropped(execute(plan, Call(MATMUL, *tensors, record)), dropout)
         return handle_torch_function(
             dense_bias_act, tensors, input, weight, bias, record, residual=residual, dropout=dropout, save=save
         )
@@ -135,7 +134,7 @@ def conv_bias_act(
         validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if not record.is_fusible:
             z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
-            return _dropped(record.plain(z), dropout)
+            return dropped(record.plain(z), dropout)
         return handle_torch_function(
             conv_bias_act, tensors, input, weight, bias, record, stride, padding, dilation, groups,
             residual=residual, dropout=dropout, save=save,
@@ -193,7 +192,7 @@ def bias_act(
         record = resolve(activation, "bias_act")
         validation.check_tensors("bias_act", {"input": input}, bias=bias)
         if not record.is_fusible and bias is None and not inplace:
-            return _dropped(record.plain(input), dropout)
+            return dropped(record.plain(input), dropout)
         return handle_torch_function(
             bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, dropout=dropout, save=save
         )
@@ -310,7 +309,3 @@ def gated_mlp(
     elif bias_up is not None:
         raise ValueError("gated_mlp: bias_up without weight_up; packed weights have packed biases, in bias_gate")
     return run_block(BlockCall(options, input, first, last, activation))
-
-
-def _dropped(y: Tensor, p: float) -> Tensor:
-    return F.dropout(y, p) if p else y

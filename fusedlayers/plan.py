@@ -180,18 +180,16 @@ def _left_because(call: Call, dtype: torch.dtype, backend: Backend, is_trained: 
         return None
     if activation.torch_keeps_less and operation != GATE:
         return _KEEPS_LESS
-    is_kept = activation.name in KEPT_BY_TORCH and not isinstance(operation, Pointwise)
-    limit = limits_of(x).large if is_kept else limits_of(x).medium
-    is_small = _result_bytes(call) < limit and not call.is_inplace
+    limit, large = limits_of(x)
+    result_bytes = math.prod(operation.shape(x, call.w)) * x.itemsize
+    if result_bytes >= limit and activation.name in KEPT_BY_TORCH and not isinstance(operation, Pointwise):
+        limit = large
+    is_small = result_bytes < limit and not call.is_inplace
     if is_trained and activation.output_refusal(dtype) is None:
         because = backend.slow_because(activation, dtype, may_build=not is_small)
         if because is not None:
             return because
     return f"results of less than {whole_size_text(limit)} are left to PyTorch" if is_small else None
-
-
-def _result_bytes(call: Call) -> int:
-    return math.prod(call.operation.shape(call.x, call.w)) * call.x.itemsize
 
 
 def choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:

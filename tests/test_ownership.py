@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
-from fusedlayers.ops import buffer_reuse
+from fusedlayers.ops import saved_buffers
 
 #: Folded, ATen's kernels, plain operations: three ways to write dz.
 every_name = pytest.mark.parametrize("name", ["gelu", "tanh", "softsign"])
@@ -69,7 +69,7 @@ def test_the_last_backward_pass_overwrites(name: str, monkeypatch: pytest.Monkey
     assert _overwrites(name) and not _overwrites(name, retain_graph=True)
     with saved_tensors_hooks(lambda t: t, lambda t: t):  # which hold nothing any more
         assert _overwrites(name)
-    monkeypatch.setattr(buffer_reuse, "_users_of_new", lambda: None)
+    monkeypatch.setattr(saved_buffers, "_users_of_new", lambda: None)
     assert not _overwrites(name)
     case = Case(name)
     case.loss(case.hidden()).backward()
@@ -78,16 +78,16 @@ def test_the_last_backward_pass_overwrites(name: str, monkeypatch: pytest.Monkey
 
 def test_torch_is_asked_once_and_in_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta"), saved_tensors_hooks(id, id)):
-        buffer_reuse._users_of_new.cache_clear()
+        saved_buffers._users_of_new.cache_clear()
         with mode:
-            alone = buffer_reuse._users_of_new()
-        buffer_reuse._users_of_new.cache_clear()
-        assert alone is not None and buffer_reuse._users_of_new() == alone
+            alone = saved_buffers._users_of_new()
+        saved_buffers._users_of_new.cache_clear()
+        assert alone is not None and saved_buffers._users_of_new() == alone
     for missing in ("storage_use_count", "graph_is_kept"):
         with monkeypatch.context() as patch:
             patch.delattr(f"fusedlayers.ops.saved_buffers.{missing}")
-            patch.setattr(buffer_reuse, missing, _gone, raising=False)
-            assert buffer_reuse._users_of_new.__wrapped__() is None
+            patch.setattr(saved_buffers, missing, _gone, raising=False)
+            assert saved_buffers._users_of_new.__wrapped__() is None
 
 
 def _gone(*_: object) -> None:
