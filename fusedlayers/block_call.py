@@ -264,12 +264,7 @@ def _layers(call: BlockCall) -> Tensor:
     layer = Call(MATMUL, input, w, b, None, activation, save)
     if options.dropout and not others and is_trained and activation.is_fusible and not torch.compiler.is_compiling():
         return F.linear(run_dropout(layer, options.dropout), *last)
-    plan, layer = plan_for(layer)
-    activated = execute(plan, layer)
-    if plan.path == "no_grad" and not is_trained:  # it is nobody else's
-        for other in others:
-            activated.mul_(F.linear(input, *other))
-        return F.linear(F.dropout(activated, options.dropout, inplace=True) if options.dropout else activated, *last)
+    activated = execute(*plan_for(layer))
     return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
 
 

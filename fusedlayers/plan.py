@@ -159,7 +159,7 @@ def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
     is_pointwise = isinstance(operation, Pointwise)
     # The result of an operation is the package's own to overwrite, and an input is the caller's.
     overwrites = call.is_inplace or not is_pointwise
-    adds_bias = is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS)
+    adds_bias = is_along and (is_pointwise or backend.ADDS_BIAS)
     if not is_trained:
         return plan._replace(
             path="no_grad", saved="nothing", reason="saves nothing: no gradient is needed", dim=dim,

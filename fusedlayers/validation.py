@@ -27,9 +27,6 @@ if TYPE_CHECKING:
 
 SAVES = ("auto", "output", "input", "recompute")
 
-#: How the error of autograd begins, which people search for.
-EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
-
 #: The types of tensors that kernels read; a subclass may compute something else.
 PLAIN_TYPES = frozenset((Tensor, Parameter))
 
@@ -339,22 +336,3 @@ def activated(function: str, activation: Activation, z: Tensor) -> Tensor:
         found = "tuple" if kind.__module__ == "torch.return_types" else kind.__name__  # torch.sort's is named "sort"
         raise TypeError(f"{function}: the activation must return a tensor, {activation.name} returned {found}")
     return y
-
-
-def output_was_edited(function: str, activation: Activation, reason: str) -> RuntimeError:
-    """For an output that backward reads, and that is not what ``forward`` has saved."""
-    return RuntimeError(
-        f"{function}: its {activation} output was edited in place after the forward pass, and backward reads it. "
-        'Edit a copy (y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '
-        "fused model by fl.unfuse(module) (torch.autograd.set_detect_anomaly(True) shows which), or in all of it by "
-        "fl.fuse(model, exact=True). A function under a checkpoint that computes something else when it runs again "
-        f"looks the same. PyTorch says: {reason}"
-    )
-
-
-def weight_was_edited(function: str) -> RuntimeError:
-    """For a block's weight or bias that second derivatives read."""
-    return RuntimeError(
-        f"{function}: a weight or bias was edited in place between forward and backward, which a second derivative "
-        "cannot be taken after; edit it after backward"
-    )

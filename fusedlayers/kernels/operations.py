@@ -21,8 +21,6 @@ class Matmul:
     """``x w^T + b``: (..., in), (out, in), (out,) -> (..., out)."""
 
     function = "dense_bias_act"
-    #: Whether b may as well be added by whoever comes after.
-    leaves_bias = True
     #: Whether autocast casts x, w and b.
     is_cast = True
     #: The dimension of z, from the end, along which the bias runs.
@@ -60,7 +58,6 @@ class Convolution(NamedTuple):
     padding: Sizes | str
     dilation: Sizes
     groups: int
-    leaves_bias: bool = True
     is_cast: bool = True
 
     @property
@@ -104,7 +101,6 @@ class Pointwise(NamedTuple):
 
     dim: int
     function: str = "bias_act"
-    leaves_bias: bool = True
     is_cast: bool = False
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:

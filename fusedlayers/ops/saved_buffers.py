@@ -28,12 +28,15 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from .. import validation
 from .._torch import graph_is_kept, saved_tensors_hooks_on_top, storage_use_count
 from ..activations import Activation
 from ..utils.isolation import in_clean_state
 
 # --- edits ------------------------------------------------------------------------------------------------------------
+
+
+#: How the error of autograd begins, which people search for.
+EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
 class Expected(NamedTuple):
@@ -78,16 +81,27 @@ def saved_output(ctx: Any, function: str, activation: Activation) -> Tensor:
     try:
         y: Tensor = ctx.saved_tensors[0]
     except RuntimeError as error:
-        if validation.EDITED not in str(error):
+        if EDITED not in str(error):
             raise
-        raise validation.output_was_edited(function, activation, str(error)) from error
+        raise _was_edited(function, activation, str(error)) from error
     if ctx.expected is not None:
         version, counter = ctx.expected
         found = (y if counter is None else counter)._version
         if found != version:
-            reason = f"{validation.EDITED}: what hooks brought back is at version {found}; expected version {version}"
-            raise validation.output_was_edited(function, activation, reason)
+            reason = f"{EDITED}: what hooks brought back is at version {found}; expected version {version}"
+            raise _was_edited(function, activation, reason)
     return y
+
+
+def _was_edited(function: str, activation: Activation, reason: str) -> RuntimeError:
+    """For an output that backward reads, and that is not what ``forward`` has saved."""
+    return RuntimeError(
+        f"{function}: its {activation} output was edited in place after the forward pass, and backward reads it. "
+        'Edit a copy (y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '
+        "fused model by fl.unfuse(module) (torch.autograd.set_detect_anomaly(True) shows which), or in all of it by "
+        "fl.fuse(model, exact=True). A function under a checkpoint that computes something else when it runs again "
+        f"looks the same. PyTorch says: {reason}"
+    )
 
 
 def unedited(packed: tuple[Tensor, int]) -> Tensor:
@@ -99,7 +113,7 @@ def unedited(packed: tuple[Tensor, int]) -> Tensor:
     saved, version = packed
     if saved._version != version:
         raise RuntimeError(
-            f"{validation.EDITED}: a tensor of shape {tuple(saved.shape)} was saved at version {version} and is at "
+            f"{EDITED}: a tensor of shape {tuple(saved.shape)} was saved at version {version} and is at "
             f"version {saved._version} now."
         )
     return saved
