@@ -20,7 +20,7 @@ from . import kernels
 from ._torch import is_of_transform
 from .activations import DTYPES, FLOAT64_IS_TORCHS, Activation
 from .kernels.operations import Convolution, Matmul, Operation, Pointwise, Weight
-from .utils.formatting import described, size_from
+from .utils.formatting import described
 
 if TYPE_CHECKING:
     from .ops.mlp_forward import BlockOptions, Linear
@@ -290,25 +290,6 @@ def convolution(dims: int, stride: object, padding: object, dilation: object, gr
             found = tuple(int(size) if isinstance(size, Integral) else size for size in found)
         numbers.append(found)
     return Convolution(numbers[0], numbers[1], numbers[2], groups)
-
-
-def budget_from(function: str, memory_budget_bytes: object) -> int:
-    """The bytes that a number, or a size such as "8GiB", says.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(memory_budget_bytes, str):
-        try:
-            return size_from(memory_budget_bytes)
-        except ValueError as error:
-            raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
-    if not is_whole(memory_budget_bytes) or memory_budget_bytes < 0:
-        raise ValueError(
-            f'{function}: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got '
-            f"{memory_budget_bytes!r}"
-        )
-    return int(memory_budget_bytes)
 
 
 def is_whole(value: object) -> TypeGuard[int]:
