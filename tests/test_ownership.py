@@ -1,6 +1,5 @@
 """The saved output is overwritten in backward where nobody can read it again, and nowhere else."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
@@ -202,22 +200,6 @@ def test_saved_tensor_hooks_have_it(name: str, pack: str, around: str) -> None:
 
 
 @every_name
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_may_keep_it(name: str, use_reentrant: bool) -> None:
-    case, held = Case(name), list[Tensor]()
-
-    def block(x: Tensor) -> Tensor:
-        y = fl.dense_bias_act(x, case.w, case.b, name)
-        held.append(y.detach())
-        return case.loss(y)
-
-    checkpoint(block, case.x, use_reentrant=use_reentrant).backward()
-    case.check()
-    assert len(held) == 2
-    torch.testing.assert_close(*held)
-
-
-@every_name
 def test_create_graph_and_hooks_on_the_output_keep_it(name: str) -> None:
     case, seen = Case(name), list[Tensor]()
     y = case.hidden()
@@ -244,27 +226,6 @@ def test_neither_incoming_gradients_nor_what_is_somebody_elses(name: str) -> Non
     before = y.detach().clone()
     y.sum().backward()
     assert torch.equal(base, before)
-
-
-@every_name
-def test_threads_backward_at_once(name: str) -> None:
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            case = Case(name)
-            for _ in range(5):
-                case.loss(case.hidden()).backward()
-                case.check()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
 
 
 @pytest.mark.parametrize("kind", ["array", "file"])
