@@ -330,7 +330,6 @@ CHOICES = [
 @pytest.mark.parametrize("function", CHOICES, ids=range(len(CHOICES)))
 @pytest.mark.parametrize("shape", [(5, 48), (48,), (1, 48), (700, 48)], ids=str)
 def test_choices_between_numbers_and_channels(function: Any, shape: tuple[int, ...]) -> None:
-    # A choice is made with bit operations, whose results must not have the shape of what is chosen from.
     sources = [torch.randn(shape).requires_grad_(), *(p.requires_grad_() for p in (P, Q, V, W))]
     results = []
     for y in (fl.bias_act(sources[0], None, function, save="input"), function(sources[0])):
