@@ -138,7 +138,7 @@ def _facts(call: Call) -> tuple[Hashable, str | None, Call]:  # to enter more fu
     is_torchs = activation.needs_tracing or activation.fallback_reason is not None
     # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
     facts += because, activation.fallback_reason if is_torchs else activation, torch.is_grad_enabled()
-    facts += is_of_transform(x), saved_tensors_hooks_on_top(True) is None
+    facts += (is_of_transform(x),)
     for t in (x, w, b, residual):
         facts += (None,) if t is None else (t.layout, t.requires_grad, t.is_neg())
     return tuple(facts), because, call

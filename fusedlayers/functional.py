@@ -56,7 +56,8 @@ def dense_bias_act(
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, unrounded.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative follows
             from it with at most three times GELU's error, else "input"; but a result of less than 512 KiB (on GPUs 128
-            KiB for each multiprocessor) is left to PyTorch, which saves what it usually saves: of gelu z.
+            KiB for each multiprocessor) is left to PyTorch, which saves what it usually saves: of gelu z. So is one of
+            relu, tanh or sigmoid of less than 2 MiB (on GPUs 32 MiB): of these PyTorch saves y.
 
     Returns:
         (..., out), of the same dtype.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import kernels, validation
-from ._torch import autocast_is_active, saved_tensors_hooks_on_top
+from ._torch import autocast_is_active
 from .activations import KEPT_BY_TORCH, Activation, Saved
 from .kernels import Backend
 from .kernels.operations import GATE, Operation, Pointwise, Weight
@@ -80,8 +80,6 @@ class Plan(NamedTuple):
     flattens: bool = False
     #: Whether y is written over z.
     overwrites: bool = False
-    #: Whether the saved output passes through saved-tensor hooks, under which autograd looks for no edits.
-    is_hooked: bool = False
     #: Whose call it is, for errors in backward.
     function: str = ""
     #: What the node of a block needs to know besides tensors.
@@ -165,11 +163,9 @@ def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
             path="no_grad", saved="nothing", reason="saves nothing: no gradient is needed", dim=dim,
             bias_in_kernel=adds_bias, overwrites=overwrites and (saved == "output" or not is_pointwise),
         )  # fmt: skip
-    is_hooked = saved_tensors_hooks_on_top(True) is not None
     return plan._replace(
         dim=dim, bias_in_kernel=adds_bias and saved != "input", flattens=operation.returns_view(x) and is_along,
-        overwrites=overwrites and is_along and saved != "input", is_hooked=is_hooked and saved == "output",
-        function=operation.function,
+        overwrites=overwrites and is_along and saved != "input", function=operation.function,
     )  # fmt: skip
 
 

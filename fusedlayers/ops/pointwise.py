@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import Node, unsafe_view
+from .._torch import Node, saved_tensors_hooks_on_top, unsafe_view
 from ..activations import upcast
 from ..kernels import GradientRequest
 from ..kernels.operations import Recompute
@@ -80,7 +80,8 @@ class BiasAct(Node):
         else:
             ctx.save_for_backward(y if plan.saved == "output" else z, *operands)
         ctx.plan, ctx.version = plan, None if overwrites else y._version
-        ctx.expected = expected_from_hooks(y, is_dirty=overwrites) if plan.is_hooked else None
+        is_hooked = plan.saved == "output" and saved_tensors_hooks_on_top(True) is not None
+        ctx.expected = expected_from_hooks(y, is_dirty=overwrites) if is_hooked else None
         return y
 
     @staticmethod
