@@ -246,6 +246,17 @@ def test_the_probability_may_change_from_step_to_step() -> None:
         assert float((layer(x) == 0).float().mean()) == pytest.approx(p, abs=0.02)
 
 
+# --- a bit for each element, in blocks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 8), (5, 103)])
+def test_bits_of_any_number_of_elements(shape: tuple[int, int]) -> None:
+    keep = torch.rand(shape) < 0.5
+    bits = reference.packed(keep)
+    assert bits.dtype is torch.uint8 and bits.shape == ((keep.numel() + 7) // 8,)
+    assert torch.equal(reference.unpacked(bits, keep.shape), keep)
+
+
 # --- where an output does not tell the derivative ---------------------------------------------------------------------
 
 

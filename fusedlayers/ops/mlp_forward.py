@@ -43,7 +43,7 @@ class BlockDropout(NamedTuple):
         rows, columns = hidden.shape
         start = first * columns // 8
         bits = self.bits[start : start - (-rows * columns // 8)]
-        return reference.unpacked(bits, hidden.shape, (columns, 1))
+        return reference.unpacked(bits, hidden.shape)
 
 
 class Linear(NamedTuple):

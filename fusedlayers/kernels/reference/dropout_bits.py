@@ -1,6 +1,6 @@
 """Dropout that saves a bit for each element, or nothing besides an activation's output.
 
-Alone: the mask, eight elements a byte, in the order of memory.
+In MLP blocks: the mask, eight elements a byte.
 
 Behind an activation: of its output f(z), ``f(z) / (1 - p)`` is stored, with the branch of a folded f in its last bit,
 and -0 where it was dropped. A zero of f is stored as +0, or as -0 on the marked branch, where f' is 0 as if it had been
@@ -37,19 +37,18 @@ def factor_of(p: float, dtype: torch.dtype, device: str) -> float:
 
 
 def packed(keep: Tensor) -> Tensor:
-    """The bits of a dense mask, in the order of memory: the first element is the lowest bit of the first byte."""
-    flat = keep.as_strided((keep.numel(),), (1,)).view(torch.uint8)
-    eights = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    """The bits of a contiguous mask: the first element is the lowest bit of the first byte."""
+    eights = torch.nn.functional.pad(keep.view(-1).view(torch.uint8), (0, -keep.numel() % 8)).view(torch.int64)
     # Each of eight bytes, 0 or 1, is added into the highest one at a bit of its own.
     return (eights * 0x0102040810204080 >> 56).to(torch.uint8)
 
 
-def unpacked(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    """The mask of these bits, for a dense tensor of this layout."""
+def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
+    """The mask of these bits."""
     # A copy of the byte in each of eight, of which each keeps one bit, and moves it to the lowest.
     eights = bits.to(torch.int64).mul_(0x0101010101010101).bitwise_and_(0x8040201008040201 - 2**64)
     eights.add_(0x7F7F7F7F7F7F7F7F).bitwise_right_shift_(7).bitwise_and_(0x0101010101010101)
-    return eights.view(torch.uint8).view(torch.bool).as_strided(shape, strides)
+    return eights.view(torch.uint8).view(torch.bool)[: shape.numel()].view(shape)
 
 
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
