@@ -232,7 +232,7 @@ class FusedConvAct(FusedAct):
         return 2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))
 
     def forward(self, input: Tensor) -> Tensor:
-        padding = self.padding
+        padding: _Sizes | str = self.padding
         if self.padding_mode != "zeros":
             input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
             padding = 0  # for every dimension
