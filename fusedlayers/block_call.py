@@ -264,8 +264,9 @@ def _layers(call: BlockCall) -> Tensor:
     layer = Call(MATMUL, input, w, b, None, activation, save)
     if options.dropout and not others and is_trained and activation.is_fusible and not torch.compiler.is_compiling():
         return F.linear(run_dropout(layer, options.dropout), *last)
-    activated = execute(*plan_for(layer))
-    return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
+    return after_activation(
+        execute(*plan_for(layer)), [F.linear(input, *other) for other in others], options.dropout, last
+    )
 
 
 def _separate(options: BlockOptions, first: Sequence[Linear]) -> Sequence[Linear]:
@@ -276,5 +277,6 @@ def _separate(options: BlockOptions, first: Sequence[Linear]) -> Sequence[Linear
 def after_activation(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Linear | nn.Module) -> Tensor:
     """The rest of a block: the product with the other half of a gate, PyTorch's dropout, and the last layer."""
     hidden = functools.reduce(torch.mul, others, activated)
+    del activated, others  # which no caller holds
     hidden = F.dropout(hidden, dropout) if dropout else hidden
     return last(hidden) if isinstance(last, nn.Module) else F.linear(hidden, *last)
