@@ -184,7 +184,3 @@ def test_the_peak_is_two_hidden_buffers(activation: Activation) -> None:
 def test_the_peak_in_bfloat16(name: str) -> None:
     # For a part of the tensor, look-ups take indices and slopes of two to four times its size.
     assert _peak(_fused(name), torch.bfloat16) <= 2.55
-
-
-def test_eager_gelu_takes_three() -> None:
-    assert 2.95 <= _peak(_eager(resolve("gelu"))) <= 3.25
