@@ -90,7 +90,7 @@ class Program:
         call, keyword = _with_out(target)
         dtype = getattr(node.meta["val"], "dtype", None)
         reuse = None
-        if keyword is not None and torch.Tag.core in target.tags and target is not aten.where.self:
+        if keyword is not None and torch.Tag.core in target.tags:
             reuse = next((n for n in dying if self._holds(n, dtype)), None)
         arguments = self._arguments(node.args)
         if keyword is None or dtype is None:
