@@ -30,10 +30,12 @@ KERNELS = {
 
 
 def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
-    """The kernels that an activation can have; the identity gets none, because nothing is saved for it."""
+    """The kernels that an activation can have; the identity gets none, because nothing is saved for it. Gates of
+    activations that read tensors have none of their own."""
     if activation.is_identity:
         return ()
     refused = ["derivative_given_output"] if activation.output_refusal(dtype) is not None else []
+    refused += ["gate", "gate_gradient"] if activation.operand_dims else []
     refused += ["inverse"] if not activation.has_inverse else []
     return tuple(kernel for kernel in KERNELS if kernel not in refused)
 
@@ -44,24 +46,22 @@ def recipe(
     """The kernel with a bias (or without one: "none") that runs along the columns or the rows, where it takes one, and
     with offsets of that type."""
     given, _ = KERNELS[kernel]
-    is_gate = kernel.startswith("gate")
-    if is_gate and not activation.operand_dims:
+    if kernel.startswith("gate"):
         return _gate_recipe(kernel, activation, dtype, target, index)
     if kernel == "inverse":
         bias = "none"  # all that its input had is in the output
     elif activation.output_refusal(dtype) is not None:
         given = "input"
-    role: Role = "inverse" if kernel == "inverse" else "forward" if kernel in ("forward", "gate") else "gradient"
+    role: Role = "inverse" if kernel == "inverse" else "forward" if kernel == "forward" else "gradient"
     function = triton_elementwise.gradient_kernel if role == "gradient" else triton_elementwise.bias_act_kernel
-    has_sums = role == "gradient" and (bool(activation.operand_dims) or (bias != "none" and not is_gate))
+    has_sums = role == "gradient" and (bool(activation.operand_dims) or bias != "none")
     rows, columns = tiles.tile_of(MATRICES[bias], sums=has_sums)
-    constants = {"AXIS": bias, "FOLDED": False, "ROWS": rows, "COLUMNS": columns, "INDEX": index, "HAS_UP": is_gate}
+    constants = {"AXIS": bias, "FOLDED": False, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
     needs = (True,) * len(activation.operand_dims)
     if role != "gradient":
-        constants["HAS_BIAS"] = constants["HAS_RESIDUAL"] = bias != "none" and not is_gate
+        constants["HAS_BIAS"] = constants["HAS_RESIDUAL"] = bias != "none"
     else:
-        sums = [(0, True)] if bias != "none" and not is_gate else []
-        constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype) if is_gate else None
+        sums = [(0, True)] if bias != "none" else []
         constants["SUMS"] = (*sums, *((1 + i, dim is not None) for i, dim in enumerate(activation.operand_dims)))
     constants["GRADIENT" if role == "gradient" else "FORWARD"] = device_function(
         activation, role, given=given, dtype=dtype, needs=needs
@@ -77,7 +77,7 @@ def recipe(
 
 
 def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str, index: Any) -> Recipe:
-    """Of a gate that reads no tensors: of rows that may have gaps."""
+    """Of rows that may have gaps."""
     rows, columns = tiles.tile_of(MATRICES["column"])
     constants = {"ROWS": rows, "COLUMNS": columns, "INDEX": index}
     constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype)

@@ -57,8 +57,7 @@ from .nn.activations import (
     softsign,
     squared_relu,
 )
-from .nn.conv import CONV_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d
-from .nn.dense import LINEAR_TYPES, FusedDenseAct
+from .nn.layer import CONV_TYPES, LINEAR_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d, FusedDenseAct
 from .nn.mlp import FusedGatedMLP, FusedMLP
 from .recipes.fuse import fuse, unfuse
 from .recipes.save_once import save_once

@@ -30,79 +30,18 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch._C._autograd import SavedTensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._C._autograd import SavedTensor as SavedTensor
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch.autograd import Function, forward_ad
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.utils import parametrize
 from torch.utils import _python_dispatch, checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
-
-__all__ = [
-    "CPU_FLASH_ATTENTION",
-    "EFFICIENT_ZEROS",
-    "FAKE_MODE",
-    "FAKE_TENSOR_LOGGER",
-    "FLASH_ATTENTION",
-    "LOCAL_SCALAR",
-    "PRELU",
-    "PRELU_BACKWARD",
-    "PROXY_MODE",
-    "SELECTIVE_CHECKPOINT_MODES",
-    "TO_COPY",
-    "AccumulateGrad",
-    "FakeTensor",
-    "Node",
-    "NormBase",
-    "OpOverload",
-    "RecordFunction",
-    "SavedTensor",
-    "TorchDispatchMode",
-    "autocast_is_active",
-    "backward_pass",
-    "batch_norm_with_statistics",
-    "core_decompositions",
-    "current_function_mode",
-    "decompositions_of",
-    "disable_dynamo",
-    "dispatch_mode_at",
-    "dispatch_mode_count",
-    "dynamo_is_in_checkpoint",
-    "dynamo_is_loaded",
-    "elementwise_dtypes",
-    "ensure_cuda_guard",
-    "forward_ad_level",
-    "function_mode_count",
-    "functorch_is_active",
-    "graph_is_kept",
-    "inductor",
-    "infrastructure_mode",
-    "is_exporting",
-    "is_legacy_batched",
-    "is_of_transform",
-    "is_optimized",
-    "is_traceable_wrapper_subclass",
-    "make_fx",
-    "never_compile",
-    "parametrizations_are_cached",
-    "pop_saved_tensors_hooks",
-    "profiler_is_active",
-    "push_saved_tensors_hooks",
-    "queue_callback",
-    "refuses_hooks",
-    "saved_tensors_hooks_are_enabled",
-    "saved_tensors_hooks_on_top",
-    "sequence_number",
-    "storage_use_count",
-    "torchscript_state",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map_only",
-    "tree_unflatten",
-    "unsafe_view",
-]
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 # --- who follows what is computed -------------------------------------------------------------------------------------
 
@@ -245,7 +184,7 @@ disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-
 def inductor(
     module: Any, inputs: Any, *, mode: Any, options: Any, memory_budget: float, is_compiled: bool
 ) -> Callable[..., Any]:
-    """What Inductor makes of a graph, where its partitioner has this ``activation_memory_budget``. Without compilation
+    """Inductor's code for a graph, where its partitioner has this ``activation_memory_budget``. Without compilation
     the parts run as they were traced: they save what the compiled ones would."""
     from functorch.compile import make_boxed_func  # type: ignore[import-untyped]
     from torch._functorch import config
@@ -301,7 +240,7 @@ dynamo_is_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defi
 
 
 def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """What traces ``function``, called with examples, to a graph of ATen's operators."""
+    """A tracer of ``function``, called with examples, to a graph of ATen's operators."""
     from torch.fx.experimental import proxy_tensor
 
     return proxy_tensor.make_fx(function, **options)

@@ -28,9 +28,8 @@ from ._torch import (
 )
 from .activations import Activation, Saved, resolve
 from .activations.table import by_name
-from .call import execute, followed_by, plan_for, run_dropout, with_operands
+from .call import execute, followed_by, plan_for, run_dropout, shared_cast, with_operands
 from .kernels.operations import MATMUL
-from .ops.autocast import shared_cast
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
 from .ops.mlp_node import MLP
 from .plan import Call, Plan, autocast_dtype, choose_save, describe_block, needs_gradient, plain
@@ -61,7 +60,7 @@ class BlockCall(NamedTuple):
 
 
 def run_block(call: BlockCall) -> Tensor:
-    """What a block computes."""
+    """The result of a block."""
     plan, call, traced = plan_block(call)
     if plan.path == "fused":
         return _whole_block(plan, traced)
@@ -101,7 +100,7 @@ def plan_block(call: BlockCall) -> tuple[Plan, BlockCall, BlockCall]:
 
 
 def _facts(call: BlockCall, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], str | None, BlockCall]:
-    """What the decision depends on; why PyTorch must compute it, or None; and the call with its activation traced."""
+    """The facts of a call; why PyTorch must compute it, or None; and the call with its activation traced."""
     options, x, first, last, activation, *_ = call
     shape, small_bytes = x.shape, sizes.small_bytes(x) if x.is_cuda else sizes.SMALL_BYTES
     hidden = first[0].w.shape[:1].numel() // options.halves(first)
@@ -193,7 +192,7 @@ def _rows(x: Tensor) -> int:
 
 
 def choose_block_save(options: BlockOptions, activation: Activation, dtype: torch.dtype) -> Saved:
-    """What is saved of the hidden layer."""
+    """The saved part of the hidden layer."""
     if options.save == "recompute":
         return "recompute"  # also without an activation: the last layer saves what it multiplies
     return "input" if options.is_gated else choose_save(options.function, activation, options.save, dtype)
@@ -265,13 +264,9 @@ def _layers(call: BlockCall) -> Tensor:
     layer = Call(MATMUL, input, w, b, None, activation, save)
     if options.dropout and not others and is_trained and activation.is_fusible and not torch.compiler.is_compiling():
         return F.linear(run_dropout(layer, options.dropout), *last)
-    plan, layer = plan_for(layer)
-    activated = execute(plan, layer)
-    if plan.path == "no_grad" and not is_trained:  # it is nobody else's
-        for other in others:
-            activated.mul_(F.linear(input, *other))
-        return F.linear(F.dropout(activated, options.dropout, inplace=True) if options.dropout else activated, *last)
-    return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
+    return after_activation(
+        execute(*plan_for(layer)), [F.linear(input, *other) for other in others], options.dropout, last
+    )
 
 
 def _separate(options: BlockOptions, first: Sequence[Linear]) -> Sequence[Linear]:
@@ -282,5 +277,6 @@ def _separate(options: BlockOptions, first: Sequence[Linear]) -> Sequence[Linear
 def after_activation(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Linear | nn.Module) -> Tensor:
     """The rest of a block: the product with the other half of a gate, PyTorch's dropout, and the last layer."""
     hidden = functools.reduce(torch.mul, others, activated)
+    del activated, others  # which no caller holds
     hidden = F.dropout(hidden, dropout) if dropout else hidden
     return last(hidden) if isinstance(last, nn.Module) else F.linear(hidden, *last)

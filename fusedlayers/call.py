@@ -12,13 +12,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-from . import _torch, kernels, sizes, validation
+from . import _torch, sizes, validation
 from ._torch import (
     FAKE_MODE,
     PROXY_MODE,
@@ -35,14 +37,12 @@ from ._torch import (
     saved_tensors_hooks_on_top,
     torchscript_state,
 )
-from .activations import DTYPES, Activation, WithOperands, resolve
+from .activations import Activation, WithOperands, resolve
 from .activations.table import by_name
 from .kernels.operations import Convolution, Matmul, Operation, Pointwise
-from .ops.autocast import shared_cast
-from .ops.conv_node import Conv
-from .ops.dropout_node import act_dropout, drop, has_torchs_mask, serves
-from .ops.edits import is_under_checkpoint
+from .ops.dropout_node import act_dropout, serves
 from .ops.pointwise import BiasAct, Origin, place_of
+from .ops.saved_buffers import is_under_checkpoint
 from .plan import Call, Plan, autocast_dtype, decide, needs_gradient
 from .utils.bounded_cache import BoundedCache
 from .utils.compiled_checkpoint import compiled_checkpoint
@@ -58,7 +58,7 @@ _log = logging.getLogger("fusedlayers")
 
 
 def execute(plan: Plan, call: Call) -> Tensor:
-    """What a call computes, by its plan."""
+    """The result of a call, by its plan."""
     path = PATHS[plan.path]
     if plan.path not in ("composite", "compiled") and profiler_is_active():  # whose operations have names
         with RecordFunction(f"fusedlayers::{range_name(call.operation.function, call.activation.name)}"):
@@ -106,7 +106,7 @@ def plan_for(call: Call) -> tuple[Plan, Call]:
 
 
 def _facts(call: Call) -> tuple[Hashable, str | None, Call]:  # to enter more functions takes longer than these tests
-    """What the decision depends on; why PyTorch must compute it, or None; and the call with its activation traced."""
+    """The facts of a call; why PyTorch must compute it, or None; and the call with its activation traced."""
     operation, x, w, b, residual, activation, save, is_inplace, *_ = call
     shape: Any = x.shape
     limits = sizes.limits_of(x) if x.is_cuda else (sizes.SMALL_BYTES, sizes.MEDIUM_BYTES)
@@ -138,7 +138,7 @@ def _facts(call: Call) -> tuple[Hashable, str | None, Call]:  # to enter more fu
     is_torchs = activation.needs_tracing or activation.fallback_reason is not None
     # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
     facts += because, activation.fallback_reason if is_torchs else activation, torch.is_grad_enabled()
-    facts += is_of_transform(x), saved_tensors_hooks_on_top(True) is None
+    facts += (is_of_transform(x),)
     for t in (x, w, b, residual):
         facts += (None,) if t is None else (t.layout, t.requires_grad, t.is_neg())
     return tuple(facts), because, call
@@ -177,7 +177,7 @@ def with_operands(
 
 
 def followed_by() -> str | None:
-    """Who follows what is computed and must see PyTorch's own operations, or None."""
+    """The active tracer or transform that must see PyTorch's own operations, or None."""
     if functorch_is_active():
         return "a transform of torch.func follows the computation"
     if forward_ad_level() >= 0:
@@ -242,15 +242,6 @@ def _without_gradients(plan: Plan, call: Call) -> Tensor:
     )  # fmt: skip
 
 
-def _in_place(plan: Plan, call: Call) -> Tensor:
-    """By PyTorch's own operations, the activation in place."""
-    operation, given, w, b, residual, activation, *_ = call
-    x, residual = _flattened(operation, given, residual) if plan.flattens else (given, residual)
-    z = operation(x, w, b)
-    y: Tensor = activation.in_place(z if residual is None else z.add_(residual))
-    return operation.unflattened(y, given) if plan.flattens else y
-
-
 def _fused(plan: Plan, call: Call) -> Tensor:
     """By a backend's kernels, for gradients."""
     operation, given, w, b, residual, _, _, _, operands, _ = call
@@ -267,7 +258,7 @@ def _fused(plan: Plan, call: Call) -> Tensor:
     elif w is None and b is None:
         z = x
     else:
-        z = Conv.apply(x, w, b, operation) if plan.has_own_node else operation(x, w, b)
+        z = operation(x, w, b)
     if residual is not None and plan.saved == "input":
         z, residual = z.add_(residual), None
     if plan.saved != "output":
@@ -285,6 +276,24 @@ def _fused(plan: Plan, call: Call) -> Tensor:
     return operation.unflattened(y, given) if plan.flattens else y
 
 
+def shared_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor.to(dtype)``, for the dtype that autocast casts to; of a matrix whose cast torch caches, that cast.
+
+    While autocast is on, torch casts a parameter once for all who use it, and saves that one cast. ``parameter.to``
+    makes another each time, and torch has no function that returns its own; but operations save it: it is read from the
+    node of a product that computes nothing.
+    """
+    is_trained = tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
+    is_shared = is_trained and torch.is_autocast_cache_enabled()
+    if tensor.dtype is not torch.float32 or tensor.dim() != 2 or not is_shared:
+        return tensor.to(dtype)
+    nothing = torch.empty(tensor.shape[1], 0, dtype=dtype, device=tensor.device, requires_grad=True)
+    # Saved-tensor hooks, a checkpoint's for one, would replace the cast.
+    with saved_tensors_hooks(lambda t: t, lambda t: t) if saved_tensors_hooks_on_top(True) else nullcontext():
+        cast = getattr(torch.mm(tensor, nothing).grad_fn, "_saved_self", None)
+    return cast if cast is not None and cast.dtype is dtype else tensor.to(dtype)
+
+
 def _flattened(operation: Operation, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
     return operation.flattened(x), None if residual is None else operation.flattened(residual)
 
@@ -294,7 +303,6 @@ PATHS: dict[str, Callable[[Plan, Call], Tensor]] = {
     "composite": _composite,
     "compiled": _compiled,
     "no_grad": _without_gradients,
-    "in_place": _in_place,
     "fused": _fused,
 }
 
@@ -315,19 +323,14 @@ def run_dropout(call: Call, p: float) -> Tensor:
         z = z + residual if z is x or residual.dtype is not z.dtype else z.add_(residual)
     plan, of_z = plan_for(Call(Pointwise(operation.dim), z, None, None, None, activation, save))
     record = of_z.activation
-    is_one_node = plan.path in ("fused", "in_place") and plan.saved == "output" and not of_z.operands
+    is_one_node = plan.path == "fused" and plan.saved == "output" and not of_z.operands
     if is_one_node and serves(z, record, p):
         y = act_dropout(z, record, p, plan.backend, z is not x)
     else:
-        y = dropped(execute(plan, of_z), p)
+        y = F.dropout(execute(plan, of_z), p)
     return operation.unflattened(y, given) if is_view else y
 
 
 def dropped(y: Tensor, p: float) -> Tensor:
-    """``F.dropout(y, p)`` that keeps a bit for each element; by PyTorch where that cannot be, or is not worth a node in
-    Python."""
-    is_ours = validation.are_usual(y) and needs_gradient(y) and y.dtype in DTYPES and not sizes.is_small(y)
-    is_ours = is_ours and followed_by() is None and validation.unusual_because(y) is None
-    if not is_ours or not has_torchs_mask(y, p):
-        return F.dropout(y, p) if p else y
-    return drop(y, p, kernels.choose(y))
+    """``F.dropout(y, p)``; y itself for 0."""
+    return F.dropout(y, p) if p else y

@@ -19,7 +19,7 @@ import torch
 
 from . import __version__, kernels
 from .activations import resolve
-from .kernels import GradientRequest, gpu_settings
+from .kernels import GradientRequest
 from .kernels.cpu import build
 
 #: What works without them too.
@@ -93,8 +93,8 @@ def _gpus() -> str:
 
 
 def _kernels() -> str:
-    if gpu_settings.kernels_are_off():
-        return f"switched off by {gpu_settings.VARIABLE}"
+    if kernels.kernels_are_off():
+        return f"switched off by {kernels.VARIABLE}"
     reason = kernels.no_triton_because()
     if reason is not None and torch.cuda.device_count():
         raise RuntimeError(f"Triton does not run, and PyTorch computes in its place: {reason}")

@@ -50,13 +50,14 @@ def dense_bias_act(
             apart, from -8 to 8, and farther apart outside: a spike between them may be missed.
         residual: (..., out), or None: added before the activation.
         dropout: the probability with which outputs are dropped, and the others divided by one less it, as ``F.dropout``
-            does with the same numbers; 0 in evaluation. No mask is saved where the output determines what was dropped,
-            else one bit for each element.
+            does with the same numbers; 0 in evaluation. No mask is saved where the output determines what was dropped;
+            else it is ``F.dropout``, which saves its own.
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, unrounded.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative follows
             from it with at most three times GELU's error, else "input"; but a result of less than 512 KiB (on GPUs 128
-            KiB for each multiprocessor) is left to PyTorch, which saves what it usually saves: of gelu z.
+            KiB for each multiprocessor) is left to PyTorch, which saves what it usually saves: of gelu z. So is one of
+            relu, tanh or sigmoid of less than 2 MiB (on GPUs 32 MiB): of these PyTorch saves y.
 
     Returns:
         (..., out), of the same dtype.
@@ -122,7 +123,7 @@ def conv_bias_act(
     Raises:
         TypeError, ValueError: as ``dense_bias_act``. Nothing has been written by then.
 
-    Saved: the output or what ``save`` says, ``input`` if the weight needs a gradient, ``weight`` if the input does.
+    Saved: the output or what ``save`` says, and what PyTorch's convolution saves: ``input`` and ``weight``.
 
     >>> import torch, fusedlayers as fl
     >>> fl.conv_bias_act(torch.ones(2, 3, 8, 8), torch.ones(4, 3, 3, 3), None, "silu", stride=2, padding=1).shape

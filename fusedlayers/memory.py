@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks
-from .ops.edits import unedited
+from .ops.saved_buffers import unedited
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
 from .utils.storages import storages_of, strided_parts, tensors_in
 
@@ -56,7 +56,7 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
 
 
 class Count(NamedTuple):
-    """What ``saved_bytes`` returns, and whether the function refused hooks, so that the graph alone was read."""
+    """The result of ``saved_bytes``, and whether the function refused hooks, so that the graph alone was read."""
 
     bytes: int
     refused_hooks: bool
@@ -189,7 +189,7 @@ class _Ledger:
 
 
 def _past_hooks(nodes: Sequence[Any], held_by: Callable[[Any], Iterable[Tensor]]) -> list[Tensor]:
-    """What nodes hold that hooks do not get: attributes of contexts, and what checkpoints recompute from."""
+    """The tensors of nodes that hooks do not get: attributes of contexts, and what checkpoints recompute from."""
     held = [tensor for node in nodes for tensor in held_by(node)]
     return held + [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
 
@@ -199,7 +199,7 @@ def _keys_of(tensors: Iterable[Tensor]) -> set[int]:
 
 
 class _Saved:
-    """What the graph holds in place of a saved tensor; it lives exactly as long as the node holds it."""
+    """The stand-in for a saved tensor in the graph; it lives exactly as long as the node holds it."""
 
     __slots__ = ("keys", "ledger", "tensor", "version")
 

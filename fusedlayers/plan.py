@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from . import kernels, validation
-from ._torch import autocast_is_active, saved_tensors_hooks_on_top
+from ._torch import autocast_is_active
 from .activations import KEPT_BY_TORCH, Activation, Saved
 from .kernels import Backend
-from .kernels.operations import GATE, Convolution, Operation, Pointwise, Weight
+from .kernels.operations import GATE, Operation, Pointwise, Weight
 from .ops.mlp_forward import Block, BlockOptions
 from .sizes import limits_of
 from .utils.formatting import whole_size_text
@@ -28,13 +28,12 @@ from .utils.formatting import whole_size_text
 #: Of a function that a layer would keep both sides of.
 _KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"
 
-Path = Literal["composite", "compiled", "no_grad", "in_place", "fused", "by_layer"]
+Path = Literal["composite", "compiled", "no_grad", "fused", "by_layer"]
 """How a call is computed.
 
 * "composite": by PyTorch's own operations, which save what they save;
 * "compiled": by functional operations that the compiler fuses;
 * "no_grad": by a backend's kernels, saving nothing;
-* "in_place": by PyTorch's own operations, the activation in place, which saves its result;
 * "fused": by a backend's kernels under an autograd Function;
 * "by_layer", of a block: each layer by a plan of its own.
 """
@@ -59,7 +58,7 @@ class Call(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What a call does."""
+    """A call's path, and its saved tensors."""
 
     path: Path
     #: What the activation saves: "output" y, "input" the pre-activation z, "recompute" neither, "nothing" where none is
@@ -76,15 +75,11 @@ class Plan(NamedTuple):
     dim: int = -1
     #: Whether the activation's kernel adds the bias, and not the operation.
     bias_in_kernel: bool = False
-    #: Whether a node of this package makes z, saving less than torch's.
-    has_own_node: bool = False
     #: Whether x is flattened first. Otherwise the operation returns a view, and autograd makes a copy where a view is
     #: overwritten.
     flattens: bool = False
     #: Whether y is written over z.
     overwrites: bool = False
-    #: Whether the saved output passes through saved-tensor hooks, under which autograd looks for no edits.
-    is_hooked: bool = False
     #: Whose call it is, for errors in backward.
     function: str = ""
     #: What the node of a block needs to know besides tensors.
@@ -108,7 +103,7 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """What autocast casts a matmul's arguments to, or None where it is off; float64 stays."""
+    """The dtype that autocast casts a matmul's arguments to, or None where it is off; float64 stays."""
     if not autocast_is_active() or not validation.is_autocast(x.device.type):
         return None
     return x.dtype if x.dtype is torch.float64 else torch.get_autocast_dtype(x.device.type)
@@ -155,34 +150,22 @@ def decide(call: Call, followed_by: str | None) -> Plan:
 
 def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
     """The plan with all that the kernels must know."""
-    operation, x, w, b, _, activation, *_ = call
-    saved, backend = plan.saved, plan.backend
-    other_dim = call.operand_dim
+    operation, x, *_ = call
+    saved, backend, other_dim = plan.saved, plan.backend, call.operand_dim
     is_along = other_dim is None or (other_dim - operation.dim) % max(1, x.dim()) == 0
     dim = operation.dim if is_along or other_dim is None else other_dim
     is_pointwise = isinstance(operation, Pointwise)
     # The result of an operation is the package's own to overwrite, and an input is the caller's.
     overwrites = call.is_inplace or not is_pointwise
-    adds_bias = is_along and operation.leaves_bias and (is_pointwise or backend.ADDS_BIAS)
+    adds_bias = is_along and (is_pointwise or backend.ADDS_BIAS)
     if not is_trained:
         return plan._replace(
             path="no_grad", saved="nothing", reason="saves nothing: no gradient is needed", dim=dim,
             bias_in_kernel=adds_bias, overwrites=overwrites and (saved == "output" or not is_pointwise),
         )  # fmt: skip
-    has_own_node = isinstance(operation, Convolution) and not (x.requires_grad and w.requires_grad)
-    has_own_node = has_own_node and operation.padding_in_numbers(w) is not None  # type: ignore[union-attr]  # as above
-    is_hooked = saved_tensors_hooks_on_top(True) is not None
-    by_torch = not (call.is_inplace or has_own_node or (is_pointwise and b is None))
-    # Under hooks nobody would notice an edit of what PyTorch's operation has saved: where PyTorch's own layers do not
-    # save it, their result may be edited.
-    by_torch = by_torch and (not is_hooked or activation.name in KEPT_BY_TORCH)
-    is_in_place = by_torch and saved == "output" and activation.in_place is not None
-    is_in_place = is_in_place and _result_bytes(call) < limits_of(x).large
     return plan._replace(
-        path="in_place" if is_in_place else "fused", dim=dim, bias_in_kernel=adds_bias and saved != "input",
-        has_own_node=has_own_node and plan.cast is None, flattens=operation.returns_view(x) and is_along,
-        overwrites=overwrites and is_along and saved != "input", is_hooked=is_hooked and saved == "output",
-        function=operation.function,
+        dim=dim, bias_in_kernel=adds_bias and saved != "input", flattens=operation.returns_view(x) and is_along,
+        overwrites=overwrites and is_along and saved != "input", function=operation.function,
     )  # fmt: skip
 
 
@@ -193,8 +176,11 @@ def _left_because(call: Call, dtype: torch.dtype, backend: Backend, is_trained: 
         return None
     if activation.torch_keeps_less and operation != GATE:
         return _KEEPS_LESS
-    limit = limits_of(x).medium
-    is_small = _result_bytes(call) < limit and not call.is_inplace
+    limit, large = limits_of(x)
+    result_bytes = math.prod(operation.shape(x, call.w)) * x.itemsize
+    if result_bytes >= limit and activation.name in KEPT_BY_TORCH and not isinstance(operation, Pointwise):
+        limit = large
+    is_small = result_bytes < limit and not call.is_inplace
     if is_trained and activation.output_refusal(dtype) is None:
         because = backend.slow_because(activation, dtype, may_build=not is_small)
         if because is not None:
@@ -202,12 +188,8 @@ def _left_because(call: Call, dtype: torch.dtype, backend: Backend, is_trained: 
     return f"results of less than {whole_size_text(limit)} are left to PyTorch" if is_small else None
 
 
-def _result_bytes(call: Call) -> int:
-    return math.prod(call.operation.shape(call.x, call.w)) * call.x.itemsize
-
-
 def choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:
-    """What is saved of an activation where gradients need something.
+    """The saved part of an activation where gradients need something.
 
     Raises:
         ValueError: an unknown ``save``, or ``save="output"`` where the output does not determine the derivative.
@@ -226,7 +208,7 @@ def choose_save(function: str, activation: Activation, save: str, dtype: torch.d
 
 
 def describe(activation: Activation, save: str, dtype: torch.dtype, device: torch.device | None = None) -> str:
-    """What ``choose_save`` has chosen, and why, for people. With a device, it says where PyTorch computes instead."""
+    """The choice of ``choose_save``, and its reason, for people; with a device, also where PyTorch computes instead."""
     left = activation.left_because(dtype)
     if left is not None and (save != "output" or activation.is_identity):  # which is refused
         return f"not fused: {left}"
@@ -250,7 +232,7 @@ def describe(activation: Activation, save: str, dtype: torch.dtype, device: torc
 def describe_block(
     options: BlockOptions, activation: Activation, dtype: torch.dtype, device: torch.device | None = None
 ) -> str:
-    """What a block saves of its hidden layer, and why, as ``describe``."""
+    """The saved part of a block's hidden layer, and the reason, as ``describe``."""
     if options.save != "output" and (left := activation.left_because(dtype)) is not None:
         return f"not fused: {left}"
     if options.save != "recompute" and options.is_gated:

@@ -14,13 +14,12 @@ from torch import Tensor
 #: eager's time at 128 KiB, 1.06 to 1.09 at 256 KiB, and 1.03 to 1.05 at 512 KiB; with SiLU 1.10 to 1.22, 1.11 to 1.13,
 #: and 1.07 to 1.08.
 SMALL_BYTES = 512 << 10
-#: Results of fewer bytes are activated by PyTorch's own in-place operation. Two conditions hold: that operation saves
-#: its result and nothing else, and PyTorch's own operation makes z. Forward and backward as above with relu,
-#: tanh, leaky_relu and elu took 0.94 to 1.02 times eager's time up to 1 MiB, and with the autograd.Function
-#: 1.05 to 1.31 times. From 2 MiB on the Function takes less, because it writes dz over y.
+#: The same of layers and convolutions with an activation whose result PyTorch saves too (ReLU, tanh, sigmoid). Forward
+#: and backward as above with relu and tanh took 1.05 to 1.31 times eager's time up to 1 MiB. From 2 MiB on the
+#: autograd.Function takes less, because it writes dz over y.
 MEDIUM_BYTES = 2 << 20
-#: The same of layers and convolutions on a GPU, which waits for the host where its own work is shorter. PyTorch's
-#: operation takes one more pass over dz, and a buffer for dz until the layer's backward pass ends.
+#: The same on a GPU, which waits for the host where its own work is shorter. PyTorch's operation takes one more pass
+#: over dz, and a buffer for dz until the layer's backward pass ends.
 GPU_MEDIUM_BYTES = 32 << 20
 #: On GPUs results are small below so many bytes for each of the processors, 16.5 MiB on an H100. A node in Python takes
 #: the host about 0.2 ms more than PyTorch's, forward and backward, for which the GPU waits where its own work is

@@ -1,4 +1,4 @@
-"""What may be passed, and the messages of the functional interface (names of activations: ``activations/lookup.py``).
+"""Checks of arguments, and the messages of the functional interface (names of activations: ``activations/lookup.py``).
 
 PyTorch refuses most of what does not fit together, but some of it only after a kernel has written over a result, and
 some not at all: a bias of one element is broadcast, and a kernel reads beyond it. So all that a kernel reads is checked
@@ -20,15 +20,12 @@ from . import kernels
 from ._torch import is_of_transform
 from .activations import DTYPES, FLOAT64_IS_TORCHS, Activation
 from .kernels.operations import Convolution, Matmul, Operation, Pointwise, Weight
-from .utils.formatting import described, size_from
+from .utils.formatting import described
 
 if TYPE_CHECKING:
     from .ops.mlp_forward import BlockOptions, Linear
 
 SAVES = ("auto", "output", "input", "recompute")
-
-#: How the error of autograd begins, which people search for.
-EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 #: The types of tensors that kernels read; a subclass may compute something else.
 PLAIN_TYPES = frozenset((Tensor, Parameter))
@@ -295,25 +292,6 @@ def convolution(dims: int, stride: object, padding: object, dilation: object, gr
     return Convolution(numbers[0], numbers[1], numbers[2], groups)
 
 
-def budget_from(function: str, memory_budget_bytes: object) -> int:
-    """The bytes that a number, or a size such as "8GiB", says.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(memory_budget_bytes, str):
-        try:
-            return size_from(memory_budget_bytes)
-        except ValueError as error:
-            raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
-    if not is_whole(memory_budget_bytes) or memory_budget_bytes < 0:
-        raise ValueError(
-            f'{function}: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got '
-            f"{memory_budget_bytes!r}"
-        )
-    return int(memory_budget_bytes)
-
-
 def is_whole(value: object) -> TypeGuard[int]:
     """Whether torch takes it for a whole number: NumPy's are, True is none."""
     is_int = type(value) is int  # which needs no look at base classes
@@ -339,22 +317,3 @@ def activated(function: str, activation: Activation, z: Tensor) -> Tensor:
         found = "tuple" if kind.__module__ == "torch.return_types" else kind.__name__  # torch.sort's is named "sort"
         raise TypeError(f"{function}: the activation must return a tensor, {activation.name} returned {found}")
     return y
-
-
-def output_was_edited(function: str, activation: Activation, reason: str) -> RuntimeError:
-    """For an output that backward reads, and that is not what ``forward`` has saved."""
-    return RuntimeError(
-        f"{function}: its {activation} output was edited in place after the forward pass, and backward reads it. "
-        'Edit a copy (y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '
-        "fused model by fl.unfuse(module) (torch.autograd.set_detect_anomaly(True) shows which), or in all of it by "
-        "fl.fuse(model, exact=True). A function under a checkpoint that computes something else when it runs again "
-        f"looks the same. PyTorch says: {reason}"
-    )
-
-
-def weight_was_edited(function: str) -> RuntimeError:
-    """For a block's weight or bias that second derivatives read."""
-    return RuntimeError(
-        f"{function}: a weight or bias was edited in place between forward and backward, which a second derivative "
-        "cannot be taken after; edit it after backward"
-    )

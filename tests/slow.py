@@ -33,8 +33,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_every_inverse_compiles_without_spills": 0,
         "test_everything_compiles_without_spills": 0,
         "test_gates_compile_without_spills": 0,
-        "test_gelu_compiles_without_spills": 0,
-        "test_inverses_compile_without_spills": 0,
         "test_other_devices": 0,
         "test_what_users_bring_compiles_without_spills": 0,
     },

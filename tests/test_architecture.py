@@ -126,10 +126,9 @@ MOST_LINES_OF_A_FILE, MOST_LINES_OF_A_FUNCTION, MOST_PARAMETERS = 500, 60, 8
 MOST_FILES, MOST_MODULES_AT_THE_TOP = 142, 11
 #: Functions with more parameters, and why.
 MANY_PARAMETERS = {
-    **dict.fromkeys(("functional.conv_bias_act", "nn.conv.__init__"), "those of torch's convolutions"),
+    **dict.fromkeys(("functional.conv_bias_act", "nn.layer.__init__"), "those of torch's convolutions"),
     **dict.fromkeys(("functional.mlp", "functional.gated_mlp", "nn.mlp.__init__"), "two layers, each with its options"),
     "kernels.cpu.loops.__init__": "what a compiled loop may be given, most of it by name",
-    "kernels.triton.triton_elementwise.launch_gradient": "those of the kernel that it launches",
 }
 
 

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from fusedlayers.call import shared_cast
 from fusedlayers.memory import saved_bytes
-from fusedlayers.ops.autocast import shared_cast
 
 
 def _saved_by_torch(x: Tensor, w: Tensor) -> Tensor:

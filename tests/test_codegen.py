@@ -17,7 +17,7 @@ from fusedlayers.activations.tracing import NotPointwise, trace
 triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402  # after the line that skips without it
 
-from fusedlayers.kernels.triton import codegen, device, special  # noqa: E402  # only with Triton
+from fusedlayers.kernels.triton import codegen, device  # noqa: E402  # only with Triton
 
 pytestmark = pytest.mark.filterwarnings(*INTERPRETER_WARNINGS)
 
@@ -73,7 +73,7 @@ def sources(activation: Activation) -> list[str]:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
 def test_every_row_prints_a_readable_function(activation: Activation) -> None:
-    known = {f"tl.{name}" for name in dir(tl)} | {*device.FUNCTIONS, *special.FUNCTIONS, "float"}
+    known = {f"tl.{name}" for name in dir(tl)} | {*device.FUNCTIONS, "float"}
     for text in sources(activation):
         (function,) = ast.parse(text).body
         assert isinstance(function, ast.FunctionDef)

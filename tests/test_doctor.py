@@ -9,17 +9,16 @@ import torch
 
 import fusedlayers as fl
 from fusedlayers import cli, doctor, kernels
-from fusedlayers.kernels import gpu_settings
 from fusedlayers.kernels.cpu import build
 
 
 @pytest.fixture(autouse=True)
 def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """None of whoever runs the tests."""
-    for name in (gpu_settings.VARIABLE, build.VARIABLE, "CC"):
+    for name in (kernels.VARIABLE, build.VARIABLE, "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    remembered = gpu_settings.kernels_are_off
+    remembered = kernels.kernels_are_off
     remembered.cache_clear()
     yield
     remembered.cache_clear()
@@ -47,7 +46,7 @@ def test_what_works_is_said_once_and_the_exit_code_is_0(
 ) -> None:
     if build.missing_because() is not None:
         pytest.skip(str(build.missing_because()))
-    monkeypatch.setenv(gpu_settings.VARIABLE, "off")
+    monkeypatch.setenv(kernels.VARIABLE, "off")
     assert cli.main(["doctor"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and "BROKEN" not in out and out.endswith("\n\nNothing is broken.\n")
@@ -107,8 +106,8 @@ def test_triton_that_does_not_run_is_broken_where_there_is_a_gpu(
     cpu = torch.device("cpu")
     monkeypatch.setattr(doctor, "_self_test", lambda device, test=doctor._self_test: test(cpu))
     assert told("Triton's kernels", capsys, 1).endswith("PyTorch computes in its place: Triton is not installed")
-    monkeypatch.setattr(gpu_settings, "kernels_are_off", lambda: True)
-    assert told("Triton's kernels", capsys) == f"switched off by {gpu_settings.VARIABLE}"
+    monkeypatch.setattr(kernels, "kernels_are_off", lambda: True)
+    assert told("Triton's kernels", capsys) == f"switched off by {kernels.VARIABLE}"
     assert told("cuda:0", capsys) == "one" and "off by" in told("self-test on cuda:0", capsys)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fusedlayers import kernels
 from fusedlayers.activations import Activation, resolve
 from fusedlayers.memory import saved_bytes
-from fusedlayers.ops.gate_node import can_gate, gate_act
+from fusedlayers.ops.replayed_nodes import can_gate, gate_act
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ACTIVATIONS = ("silu", "gelu", "relu", "sigmoid", "gelu_tanh", "mish", "softsign")

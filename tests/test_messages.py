@@ -30,6 +30,7 @@ GOOD: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
         fl.dense_bias_act, {"input": torch.randn(3, 4), "weight": torch.randn(8, 4), "bias": B, "activation": "gelu"},
     ),
     "conv_bias_act": (fl.conv_bias_act, {"input": X, "weight": W, "bias": B, "activation": "gelu"}),
+    "bias_act": (fl.bias_act, {"input": torch.randn(3, 4), "activation": "gelu"}),
     "mlp": (
         fl.mlp,
         {
@@ -78,6 +79,38 @@ ROWS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("conv_bias_act", {"residual": R.double()}, ValueError, "all tensors must have one dtype, .* residual torch.float"),
     ("conv_bias_act", {"residual": R.to("meta")}, ValueError, "residual is on meta but input is on cpu"),
     ("conv_bias_act", {"residual": R.long()}, TypeError, "residual must have a floating dtype"),
+    ("dense_bias_act", {"weight": torch.randn(8, 5)}, ValueError,
+     r"expected input \(..., in\) and weight \(out, in\), got \(3, 4\) and \(8, 5\); the input's last dimension must "
+     "be the weight's second"),
+    ("dense_bias_act", {"weight": B}, ValueError, r"expected input .* and weight \(out, in\), got \(3, 4\) and \(8,\)"),
+    ("dense_bias_act", {"weight": torch.randn(8, 4).double()}, ValueError, "all tensors must have one dtype, got input "
+     "torch.float32, weight torch.float64, bias torch.float32; convert them, or use torch.autocast"),
+    ("dense_bias_act", {"weight": None}, TypeError, "weight must be a tensor, got NoneType"),
+    ("dense_bias_act", {"input": torch.tensor(1.0)}, ValueError, r"expected input \(..., in\) .*, got \(\) and"),
+    ("dense_bias_act", {"input": torch.randn(3, 4, device="meta")}, ValueError, "weight is on cpu but input is on"),
+    ("dense_bias_act", {"input": torch.randn(3, 4).half(), "bias": None}, ValueError, "all .* input torch.float16, we"),
+    ("dense_bias_act", {"input": [1.0]}, TypeError, "input must be a tensor, got list"),
+    ("dense_bias_act", {"bias": B[:, None]}, ValueError, r"expected bias \(8,\) for weight \(8, 4\), got \(8, 1\)"),
+    ("dense_bias_act", {"bias": B.sum()}, ValueError, r"expected bias \(8,\) for weight \(8, 4\), got \(\)"),
+    ("dense_bias_act", {"save": "outputs"}, ValueError, "save must be one of auto, output, input, recompute, got"),
+    ("dense_bias_act", {"activation": "gleu"}, ValueError, "unknown activation 'gleu'; did you mean 'gelu'.? The known "
+     f"ones are: {', '.join(fl.activations())}"),
+    ("bias_act", {"bias": B[:3]}, ValueError, r"expected bias \(4,\) along dim -1 of \(3, 4\), got \(3,\)"),
+    ("bias_act", {"bias": B[:4], "dim": 0}, ValueError, r"expected bias \(3,\) along dim 0 of \(3, 4\), got \(4,\)"),
+    ("bias_act", {"bias": torch.randn(3, 4)}, ValueError, r"expected bias \(4,\) along dim -1 of .*, got \(3, 4\)"),
+    ("bias_act", {"bias": B[:4], "dim": 2}, ValueError, r"dim must lie in \[-2, 2\) for \(3, 4\), got 2"),
+    ("bias_act", {"bias": B[:4], "dim": 1.0}, TypeError, "dim must be an int, got float: 1.0"),
+    ("bias_act", {"bias": B[:4].double()}, ValueError, "all .*float32, bias torch.float64; convert one of"),
+    ("bias_act", {"input": torch.tensor(1.0), "bias": B[:1]}, ValueError,
+     r"an input of shape \(\) has no dim along which a bias could run; pass None"),
+    ("bias_act", {"input": None}, TypeError, "input must be a tensor, got NoneType"),
+    ("bias_act", {"input": 3.5, "inplace": True}, TypeError, "input must be a tensor, got float"),
+    ("bias_act", {"save": None}, ValueError, "save must be one of auto, output, input, recompute, got None"),
+    ("bias_act", {"save": ["auto"]}, ValueError, r"save must be one of .*, got \['auto'\]"),
+    ("bias_act", {"save": "recompute", "inplace": True}, ValueError,
+     "save='recompute' needs the input, which inplace=True overwrites; drop one of them"),
+    ("bias_act", {"dropout": 0.5, "inplace": True}, ValueError, "dropout and inplace=True; drop one of them"),
+    ("bias_act", {"activation": 3}, TypeError, "activation must be a name, a module, a function or None, got int: 3"),
     ("dense_bias_act", {"residual": R.sum()}, ValueError, r"expected residual \(3, 8\), .*, got \(\)"),
     ("dense_bias_act", {"residual": 1.0}, TypeError, "residual must be a tensor, got .*; pass None for no residual"),
     ("dense_bias_act", {"dropout": -0.1}, ValueError, "dropout must"),
@@ -108,9 +141,11 @@ ROWS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
      r"expected weight_down \(out, hidden\) for weight_gate \(2 \* hidden, in\), got \(4, 8\) and \(8, 4\); "
      r"weight_down\.shape\[1\] must be half of weight_gate\.shape\[0\]"),
     ("gated_mlp", {**_ONE, "bias_gate": B[:4]}, ValueError, r"expected bias_gate \(8,\) for weight_gate \(8, 4\), got"),
-    ("gated_mlp", {"weight_up": None}, ValueError, ".*bias_up without weight_up"),
+    ("gated_mlp", {"weight_up": None}, ValueError,
+     "bias_up without weight_up; packed weights have packed biases, in bias_gate"),
     ("gated_mlp", {"weight_down": torch.randn(4, 9)}, ValueError, r".*expected weight_down \(out, hidden\) for weight"),
-    ("gated_mlp", {"save": "output"}, ValueError, "save='output' is not possible: a product does not determine"),
+    ("gated_mlp", {"save": "output"}, ValueError,
+     "save='output' is not possible: a product does not determine its factors; use save='auto', 'input' or 'recomp"),
 ]  # fmt: skip
 
 
@@ -124,10 +159,45 @@ def test_functions(function: str, change: dict[str, Any], error: type[Exception]
     given = {**good, **change}
     tensors = [t for t in given.values() if isinstance(t, Tensor) and not t.is_meta]
     before = [t.clone() for t in tensors]
-    for grad in (True, False):
+    for grad in (True, True, False):  # also where a call like it was refused before
         with pytest.raises(error, match=f"^{function}: {said}"), torch.set_grad_enabled(grad):
             call(**given)
     assert all(map(torch.equal, tensors, before))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn], ids=str)
+def test_only_floating_dtypes(dtype: torch.dtype) -> None:
+    hint = "" if dtype.is_complex else "; convert it first"
+    for function, name, shape in (
+        *(("dense_bias_act", name, shape) for name, shape in {"input": (3, 4), "weight": (8, 4), "bias": (8,)}.items()),
+        *(("bias_act", name, shape) for name, shape in {"input": (3, 4), "bias": (4,)}.items()),
+    ):
+        call, good = GOOD[function]
+        with pytest.raises(TypeError, match=rf"^{function}: {name} must have a floating .*\), got {dtype}{hint}$"):
+            call(**{**good, name: torch.ones(shape).to(dtype)})
+
+
+@pytest.mark.parametrize(
+    ("activation", "dtype", "reason"),
+    [
+        (nn.LeakyReLU(-0.1), torch.float32, "negative_slope = -0.1"),
+        (nn.CELU(-1.0), torch.bfloat16, "alpha = -1"),
+        (nn.Threshold(0.0, 1.0), torch.float32, "value > threshold"),
+        (nn.Softplus(1.0, 2.0), torch.float32, "threshold = 2"),
+        ("gelu", torch.float64, "float64 is computed by PyTorch"),
+        (torch.sin, torch.float32, "a derivative that does not settle to a constant"),
+        (nn.PReLU(), torch.float32, "PReLU reads tensors that training may change"),
+    ],
+    ids=["leaky_relu", "celu", "threshold", "softplus", "float64", "sin", "prelu"],
+)
+def test_save_output_where_the_output_does_not_suffice(activation: object, dtype: torch.dtype, reason: str) -> None:
+    x, w = torch.randn(3, 4, dtype=dtype), torch.randn(8, 4, dtype=dtype)
+    before = x.clone()
+    for call in (partial(fl.dense_bias_act, x, w, None), partial(fl.bias_act, x, None, inplace=True)):
+        said = rf"^{call.func.__name__}: save='output' is not possible for .* in {dtype}: .*{re.escape(reason)}.*"
+        with pytest.raises(ValueError, match=said + "; use save='auto', 'input' or 'recompute'$"):
+            call(activation=activation, save="output")
+    assert torch.equal(x, before)
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
@@ -260,6 +330,7 @@ _linear_fit = partial(fl.fit, fraction=0.5)
 _fit_compiled = partial(fl.fit_compiled, Model(), ROW)
 _BYTES = r"fit: memory_budget_bytes"
 Z = torch.linspace(-8, 8, 101)
+LEAF = torch.randn(30, 40, requires_grad=True)
 
 CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fl.FusedDenseAct(64, "gelu"), TypeError,
@@ -271,7 +342,12 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "^FusedConvAct2d: kernel_size must be an int, or one for each dimension, got 'relu'"),
     (lambda: fl.FusedConvAct1d(3, "silu", 3), TypeError, "^FusedConvAct1d: out_channels must be an int, got str"),
     (lambda: fl.FusedDenseAct(-1, 64), ValueError, "^FusedDenseAct: in_features must not be negative, got -1$"),
-    (lambda: fl.bias_act(Z, None, "gelu", inplace=True, dropout=0.5), ValueError, "bias_act: dropout and inplace=True"),
+    (lambda: fl.FusedDenseAct(3, 4, False), TypeError,
+     "^FusedDenseAct: activation must be a name, .* or None, got bool: False; write bias=False"),
+    (lambda: fl.bias_act(LEAF, inplace=True), RuntimeError,
+     "^bias_act: inplace=True on a leaf that requires grad; use inplace=False or detach the input"),
+    (lambda: fl.bias_act(LEAF[3:], inplace=True), RuntimeError, "^bias_act: inplace=True on a view of a leaf that"),
+    (lambda: fl.bias_act(LEAF.view(-1), None, None, inplace=True), RuntimeError, "inplace=True on a view of a leaf"),
     (lambda: fl.gelu(Z, approximate="erf"), ValueError, "gelu: approximate must be 'none' or 'tanh', got 'erf'"),
     (lambda: fl.elu(Z, 1.0, 2.0), TypeError, r"elu\(\) takes input, alpha, got 3 positional arguments"),
     (lambda: fl.elu(Z, 1.0, alpha=2.0), TypeError, r"elu\(\) got multiple values for alpha"),

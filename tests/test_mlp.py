@@ -17,7 +17,6 @@ import fusedlayers as fl
 from fusedlayers.activations import resolve
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.ops import mlp_forward
-from fusedlayers.ops import mlp_node as mlp
 
 ROWS, IN, HIDDEN, OUT = 150, 12, 40, 7
 
@@ -278,51 +277,6 @@ def test_a_bit_is_kept_for_each_hidden_number(save: str) -> None:
 
 
 # --- contexts ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("how", ["checkpoint", "save_on_cpu", "held", "held storage", "kept graph"])
-@every_kind
-def test_what_hooks_hand_back_is_copied_only_if_somebody_holds_it(
-    kind: Kind, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tensors = kind.leaves()
-    sources = [t for t in tensors if t.requires_grad]
-    call = functools.partial(kind.function, activation="gelu", save="auto")
-    expected = torch.autograd.grad(call(*tensors).sum(), sources)
-    held: list[Tensor] = []
-    if how == "checkpoint":
-        y = checkpoint(call, *tensors, use_reentrant=False)
-    elif how == "save_on_cpu":
-        with torch.autograd.graph.save_on_cpu():
-            y = call(*tensors)
-    else:
-        keep = (lambda t: t.detach()) if how == "held storage" else lambda t: t
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(keep(t)) or t, lambda t: t):
-            y = call(*tensors)
-    if how == "kept graph":
-        held.clear()
-    before = [t.clone() for t in held]
-    written = []
-    real = mlp._gradients
-
-    def watched(*args: Any) -> Any:
-        kept = list(args[6])
-        result = real(*args)
-        written.extend(kept)
-        return result
-
-    copies = []
-    clone = Tensor.clone
-    monkeypatch.setattr(mlp, "_gradients", watched)
-    monkeypatch.setattr(Tensor, "clone", lambda t, **options: copies.append(t.shape) or clone(t, **options))
-    found = torch.autograd.grad(y.sum(), sources, retain_graph=how == "kept graph")
-    monkeypatch.undo()
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
-    assert all(torch.equal(t, b) for t, b in zip(held, before, strict=True))
-    assert len(written) == kind.parts
-    is_copied = torch.Size([ROWS, HIDDEN]) in copies
-    assert is_copied == (how not in ("checkpoint", "save_on_cpu"))
 
 
 @every_kind

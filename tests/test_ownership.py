@@ -1,6 +1,5 @@
 """The saved output is overwritten in backward where nobody can read it again, and nowhere else."""
 
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
-from fusedlayers.ops import buffer_reuse
+from fusedlayers.ops import saved_buffers
 
 #: Folded, ATen's kernels, plain operations: three ways to write dz.
 every_name = pytest.mark.parametrize("name", ["gelu", "tanh", "softsign"])
@@ -69,7 +67,7 @@ def test_the_last_backward_pass_overwrites(name: str, monkeypatch: pytest.Monkey
     assert _overwrites(name) and not _overwrites(name, retain_graph=True)
     with saved_tensors_hooks(lambda t: t, lambda t: t):  # which hold nothing any more
         assert _overwrites(name)
-    monkeypatch.setattr(buffer_reuse, "_users_of_new", lambda: None)
+    monkeypatch.setattr(saved_buffers, "_users_of_new", lambda: None)
     assert not _overwrites(name)
     case = Case(name)
     case.loss(case.hidden()).backward()
@@ -78,16 +76,16 @@ def test_the_last_backward_pass_overwrites(name: str, monkeypatch: pytest.Monkey
 
 def test_torch_is_asked_once_and_in_any_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     for mode in (torch.no_grad(), torch.inference_mode(), torch.device("meta"), saved_tensors_hooks(id, id)):
-        buffer_reuse._users_of_new.cache_clear()
+        saved_buffers._users_of_new.cache_clear()
         with mode:
-            alone = buffer_reuse._users_of_new()
-        buffer_reuse._users_of_new.cache_clear()
-        assert alone is not None and buffer_reuse._users_of_new() == alone
+            alone = saved_buffers._users_of_new()
+        saved_buffers._users_of_new.cache_clear()
+        assert alone is not None and saved_buffers._users_of_new() == alone
     for missing in ("storage_use_count", "graph_is_kept"):
         with monkeypatch.context() as patch:
-            patch.delattr(f"fusedlayers.ops.buffer_reuse.{missing}")
-            patch.setattr(buffer_reuse, missing, _gone, raising=False)
-            assert buffer_reuse._users_of_new.__wrapped__() is None
+            patch.delattr(f"fusedlayers.ops.saved_buffers.{missing}")
+            patch.setattr(saved_buffers, missing, _gone, raising=False)
+            assert saved_buffers._users_of_new.__wrapped__() is None
 
 
 def _gone(*_: object) -> None:
@@ -202,22 +200,6 @@ def test_saved_tensor_hooks_have_it(name: str, pack: str, around: str) -> None:
 
 
 @every_name
-@pytest.mark.parametrize("use_reentrant", [True, False])
-def test_checkpoints_may_keep_it(name: str, use_reentrant: bool) -> None:
-    case, held = Case(name), list[Tensor]()
-
-    def block(x: Tensor) -> Tensor:
-        y = fl.dense_bias_act(x, case.w, case.b, name)
-        held.append(y.detach())
-        return case.loss(y)
-
-    checkpoint(block, case.x, use_reentrant=use_reentrant).backward()
-    case.check()
-    assert len(held) == 2
-    torch.testing.assert_close(*held)
-
-
-@every_name
 def test_create_graph_and_hooks_on_the_output_keep_it(name: str) -> None:
     case, seen = Case(name), list[Tensor]()
     y = case.hidden()
@@ -244,27 +226,6 @@ def test_neither_incoming_gradients_nor_what_is_somebody_elses(name: str) -> Non
     before = y.detach().clone()
     y.sum().backward()
     assert torch.equal(base, before)
-
-
-@every_name
-def test_threads_backward_at_once(name: str) -> None:
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            case = Case(name)
-            for _ in range(5):
-                case.loss(case.hidden()).backward()
-                case.check()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors
 
 
 @pytest.mark.parametrize("kind", ["array", "file"])

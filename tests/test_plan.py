@@ -213,14 +213,17 @@ def test_sizes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     small = 132 * (128 << 10)
     assert sizes.limits_of(on_gpu) == sizes.Limits(small, 32 << 20)
     assert sizes.limits_of(torch.empty(1)) == sizes.Limits(sizes.SMALL_BYTES, 2 << 20)
-    monkeypatch.setattr(plan, "limits_of", lambda x: sizes.Limits(small, 2 * small))
-    x, w = torch.randn(4096, 8, requires_grad=True), torch.randn(1024, 8)
-    for rows, activation, options, path in (
-        (4096, "gelu", {}, "composite"),  # 16 MiB
-        (4096, "gelu", {"save": "output"}, "fused"),
-        (4096, "relu", {"save": "output"}, "in_place"),
+    x, w = torch.randn(4096, 8, requires_grad=True), torch.randn(1024, 8)  # 16 MiB
+    for limits, activation, options, path in (
+        (sizes.Limits(small, 2 * small), "gelu", {}, "composite"),
+        (sizes.Limits(small, 2 * small), "gelu", {"save": "output"}, "fused"),
+        (sizes.Limits(1, small), "gelu", {}, "fused"),
+        (sizes.Limits(1, small), "relu", {}, "composite"),  # which saves what PyTorch saves
+        (sizes.Limits(1, small), "relu", {"save": "output"}, "fused"),
+        (sizes.Limits(1, 2), "relu", {}, "fused"),
     ):
-        (found,) = plans_of(fl.dense_bias_act, x[:rows], w, None, activation, **options)
+        monkeypatch.setattr(plan, "limits_of", lambda x, limits=limits: limits)
+        (found,) = plans_of(fl.dense_bias_act, x, w, None, activation, **options)
         assert found.path == path
         assert path != "composite" or "results of less than 16.5 MiB are left to PyTorch" in str(found)
 

@@ -15,7 +15,7 @@ from fusedlayers.activations import Activation
 from fusedlayers.activations.decompositions import slow_kernels
 from fusedlayers.activations.tracing import aten_graph, simplified
 from fusedlayers.kernels import GradientRequest
-from fusedlayers.kernels.reference import chunks, program, traced
+from fusedlayers.kernels.reference import chunks, traced
 from fusedlayers.kernels.reference.program import Program
 
 Function = Callable[..., Any]
@@ -122,14 +122,6 @@ def test_choices_are_torchs_to_the_bit(name: str, dtype: torch.dtype) -> None:
         _assert_same_bits(held.expand_as(expected).clone(), expected)
         for after, before in zip(given, (x, y), strict=True):  # an operation may write over a buffer, not over these
             _assert_same_bits(after, before)
-
-
-def test_choices_are_made_by_bits() -> None:
-    # Of what the program is for: neither torch.where nor a comparison to bool is left.
-    for name in ("blocks", "0 and a block", "numbers", "nested", "and", "not", "what serves all, twice"):
-        calls = {step.call for step in _program(CHOICES[name], 3, 2, torch.float32).steps}
-        assert calls & {program._choose, program._and, program._and_not, program._choose_of_two}, name
-        assert not any("where" in str(call) for call in calls), name
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------
@@ -367,7 +359,7 @@ def test_small_blocks_cover_each_element_once(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_operands_of_another_dtype(dtype: torch.dtype) -> None:
-    # A single number may have any: torch's rules for 0-d tensors. In choices by bits too.
+    # A single number may have any: torch's rules for 0-d tensors.
     z = torch.randn(50, 8).to(dtype)
     for other in (torch.float32, torch.float64, torch.float16):
         p = torch.tensor(0.3, dtype=other)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.kernels import reference
-from fusedlayers.kernels.rms_norm_options import RmsNormOptions
+from fusedlayers.kernels.interface import RmsNormOptions
 from fusedlayers.memory import saved_bytes
 from fusedlayers.recipes.counting import count
 from fusedlayers.recipes.leaves import is_leaf

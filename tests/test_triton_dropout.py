@@ -1,4 +1,4 @@
-"""Dropout on Triton, alone and behind an activation, beside the reference."""
+"""Dropout behind an activation on Triton, beside the reference."""
 
 import pytest
 import torch
@@ -24,21 +24,6 @@ COUNT = 2500 if INTERPRETED else 100_003
 
 def _mask(count: int) -> torch.Tensor:
     return (torch.rand(count, generator=torch.Generator().manual_seed(0)) < 0.7).to(DEVICE)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("count", [1, 7, 8, 2047, COUNT])
-def test_alone(dtype: torch.dtype, count: int) -> None:
-    x, dy = (torch.randn(2, count, generator=torch.Generator().manual_seed(1)) * 3).to(dtype).to(DEVICE)
-    results = []
-    for drop in (triton.drop, reference.drop):
-        torch.manual_seed(0)
-        results.append(drop(x, 0.3))
-    found, expected = results
-    torch.manual_seed(0)
-    assert torch.equal(found[0], torch.nn.functional.dropout(x, 0.3)) and torch.equal(found[1], expected[1])
-    factor = reference.factor_of(0.3, dtype, DEVICE.type)
-    assert torch.equal(triton.drop_gradient(dy, found[1], factor), reference.drop_gradient(dy, expected[1], factor))
 
 
 def _uncertainty(activation: Activation, dy: torch.Tensor, dz: torch.Tensor, rest: float) -> torch.Tensor:
@@ -81,6 +66,5 @@ def test_behind_an_activation(activation: Activation, dtype: torch.dtype) -> Non
 
 def test_nothing_is_the_references() -> None:
     empty = torch.empty(0, device=DEVICE)
-    assert triton.drop(empty, 0.5)[1].shape == (0,)
     relu = resolve("relu")
     assert triton.drop_marked(empty, _mask(0), relu, 0.5, empty).shape == (0,)

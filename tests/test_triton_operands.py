@@ -16,7 +16,7 @@ from conftest import SPLITS, Switch
 from gpu import DEVICE, DTYPES, INTERPRETED, INTERPRETER_WARNINGS
 from literature import PUBLISHED, Published
 from reference import assert_as_good_as_torch, ulp
-from torch import Tensor, nn
+from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers import kernels
@@ -99,6 +99,21 @@ def test_an_empty_gate(shape: tuple[int, int]) -> None:
     assert of_slope is not None
     assert torch.equal(of_slope, torch.zeros_like(slope))
     assert backend.gate_gradient(dy, z, up, resolve("silu"), [], ()) == []
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_gates(is_over: bool) -> None:
+    tensors = [normal(19, 31, seed=seed) for seed in range(3)]
+    slope = torch.linspace(0.1, 0.9, 31, device=DEVICE)
+    activation = activation_of(lambda z, p: torch.where(z > 0, z, p * z), [slope], -1)
+    *factors, p = [t.double().requires_grad_() for t in (*tensors[1:], slope)]
+    exact = torch.where(factors[0] > 0, factors[0], p * factors[0]) * factors[1]
+    dy, z, up = tensors
+    torch.testing.assert_close(backend.gate(z, up, activation, [slope], None), exact.detach().float())
+    out = None if is_over else (torch.empty_like(z), torch.empty_like(up))
+    shares = backend.gate_gradient(dy.clone(), z, up, activation, [slope], (True,), out)
+    expected = [t.float() for t in torch.autograd.grad(exact, [*factors, p], dy.double())]
+    torch.testing.assert_close([*(out or (z, up)), *shares], expected)
 
 
 @every_layout
@@ -275,38 +290,6 @@ def test_functions_that_cannot_be_printed_fall_to_torch_operations(caplog: pytes
     assert kernels.choose(on_gpu, printable) is backend  # type: ignore[arg-type]
     on_gpu.dtype = torch.float64
     assert kernels.choose(on_gpu, printable) is reference  # type: ignore[arg-type]
-
-
-# --- torch's own activations inside of users' functions ---------------------------------------------------------------
-
-#: What ``torch.nn.functional`` has, as part of a function: by itself it would be replaced by the table's.
-INSIDE: dict[str, Function] = {
-    name: getattr(F, name)
-    for name in (
-        "celu", "elu", "gelu", "hardsigmoid", "hardshrink", "hardswish", "hardtanh", "leaky_relu", "logsigmoid", "mish",
-        "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "softshrink", "softsign", "tanh", "tanhshrink",
-    )
-}  # fmt: skip
-INSIDE |= {
-    "alpha_dropout": lambda z: torch.tanh(F.alpha_dropout(z, 0.5, training=False)),
-    "celu 2": lambda z: F.celu(z, 2.0),
-    "copy": lambda z: z.clone().copy_(torch.relu(z)) - torch.rsub(z, z * z),
-    "detach": lambda z: z.detach() * torch.sigmoid(z),
-    "dropout": lambda z: torch.tanh(F.dropout(z, 0.5, training=False)),
-    "gelu tanh": lambda z: F.gelu(z, approximate="tanh"),
-    "in place": lambda z: F.elu(F.hardtanh(z * 1, -5.0, 5.0, inplace=True), inplace=True),
-    "logit": lambda z: torch.logit(torch.sigmoid(z), 1e-3),
-    "modules": nn.Sequential(nn.Softplus(3.0), nn.LogSigmoid(), nn.Hardswish()),
-    "rrelu": lambda z: F.rrelu(z, training=False),
-    "set item": lambda z: _masked(z),
-    "threshold": lambda z: F.threshold(z, 0.1, -0.2),
-}
-
-
-def _masked(z: Tensor) -> Tensor:
-    y = z.clone()
-    y[z < -1] = 0.0
-    return torch.tanh(y)
 
 
 @pytest.mark.parametrize("channels", [1, 53])

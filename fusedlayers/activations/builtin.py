@@ -107,7 +107,6 @@ TABLE = (
             lambda dy, z: aten.threshold_backward(dy, z, 0),
             loop=lambda: ("relu", 0.0),
             is_piecewise=True,
-            saves_result=True,
         ),
     ),
     Row(
@@ -129,7 +128,6 @@ TABLE = (
             lambda dy, z, negative_slope: aten.leaky_relu_backward(dy, z, negative_slope, False),
             loop=lambda negative_slope: ("leaky_relu", negative_slope),
             is_piecewise=True,
-            saves_result=True,
         ),
     ),
     Row(
@@ -205,7 +203,6 @@ TABLE = (
             torch.tanh_,
             (aten.tanh_backward, lambda dy, y: (dy, y)),
             loop=lambda: ("tanh", 0.0),
-            saves_result=True,
         ),
     ),
     Row(
@@ -218,7 +215,6 @@ TABLE = (
             torch.sigmoid_,
             (aten.sigmoid_backward, lambda dy, y: (dy, y)),
             loop=lambda: ("sigmoid", 0.0),
-            saves_result=True,
         ),
     ),
     Row(
@@ -234,7 +230,6 @@ TABLE = (
             (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1, True, y)),
             lambda dy, z, alpha: aten.elu_backward(dy, alpha, 1, 1, False, z),
             loop=lambda alpha: ("elu", alpha),
-            saves_result=True,
         ),
     ),
     Row(
@@ -249,7 +244,6 @@ TABLE = (
         native=Native(
             torch.selu_,
             (aten.elu_backward, lambda dy, y: (dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y)),
-            saves_result=True,
         ),
     ),
     Row(
@@ -260,7 +254,6 @@ TABLE = (
         parameter_refusal=lambda alpha: _given_positive("alpha", alpha, "the function grows without bound below 0"),
         inverse=lambda y, alpha: torch.clamp(y, min=0) + alpha * torch.log1p(torch.clamp(y, max=0) / alpha),
         stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
-        # celu_ is no in-place operation to differentiate: torch rounds 1 / alpha to float32 in its gradient.
         native=Native(torch.celu_, (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1 / alpha, True, y))),
     ),
     Row(

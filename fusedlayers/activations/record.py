@@ -53,8 +53,6 @@ class Native:
         loop: ``loop(**parameters)`` names the function of the compiled loops for CPUs, and its parameter; None where
             they have none for these parameters.
         is_piecewise: the function is a polynomial in pieces. To compute it takes less time than to look it up.
-        saves_result: autograd's node of ``activate_`` saves the result alone, and its gradients are as exact as those
-            of ``gradient``.
     """
 
     activate_: Function | None = None
@@ -62,7 +60,6 @@ class Native:
     gradient_given_input: Function | None = None
     loop: Callable[..., tuple[str, float] | None] | None = None
     is_piecewise: bool = False
-    saves_result: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,7 +153,6 @@ class Activation:
         is_fitted: its derivative in terms of the output is a fit, and no formula of the row.
         plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the
             least.
-        in_place: ``in_place(z)``, torch's own in-place operation, if the row's ``native.saves_result`` holds.
         needs_input_reason: why no output of any dtype determines the derivative, or None.
     """
 
@@ -175,7 +171,6 @@ class Activation:
     is_folded: bool = field(init=False)
     is_fitted: bool = field(init=False)
     plain: Callable[[Tensor], Tensor] = field(init=False)
-    in_place: Callable[[Tensor], Tensor] | None = field(init=False)
     needs_input_reason: str | None = field(init=False)
     _row: Row = field(init=False)
 
@@ -191,7 +186,6 @@ class Activation:
         set_once("is_folded", turns or stated == "fold")
         set_once("is_fitted", self.is_folded or isinstance(stated, Analysis))
         set_once("plain", self._plain())
-        set_once("in_place", self._in_place())
         set_once("needs_input_reason", self._find_needs_input_reason())
 
     def _plain(self) -> Callable[[Tensor], Tensor]:
@@ -202,12 +196,6 @@ class Activation:
                 keywords = {**arguments, **self.parameters}
                 return functools.partial(target, **keywords) if keywords else target
         return self.function
-
-    def _in_place(self) -> Callable[[Tensor], Tensor] | None:
-        native = self._row.native
-        if native.activate_ is None or not native.saves_result:
-            return None
-        return functools.partial(native.activate_, **self.parameters) if self.parameters else native.activate_
 
     def _find_needs_input_reason(self) -> str | None:
         stated, refusal = self._row.derivative_given_output, self._row.parameter_refusal

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import disable_dynamo, tree_leaves
-from ..ops.edits import is_under_checkpoint
+from ..ops.saved_buffers import is_under_checkpoint
 from ..recompute.recompute import can_recompute, reached_by, runs_differently_first
 from .check import CheckReport, checked
 from .inversion import InvertibleCall, InvertibleFunction, current_mode

@@ -5,20 +5,23 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+import os
 
 from torch import Tensor, empty, float64
 from torch import device as torch_device
 from torch import dtype as torch_dtype
 
 from ..activations import FLOAT64_IS_TORCHS, Activation
-from . import cpu, gpu_settings, reference
+from . import cpu, reference
 from .interface import Backend, GradientRequest
 
 __all__ = [
     "DEVICES",
+    "VARIABLE",
     "Backend",
     "GradientRequest",
     "choose",
+    "kernels_are_off",
     "no_triton_because",
     "slow_on",
 ]
@@ -26,20 +29,22 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 
+#: Of the environment: "off" leaves to PyTorch what needs kernels.
+VARIABLE = "FUSEDLAYERS_KERNELS"
 #: Device types that have been tried. On others layers are left to plain PyTorch, and no backend is asked for.
 DEVICES = ("cpu", "cuda")
 
 
 def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
     """The backend for a tensor's device: compiled loops on CPUs, Triton on GPUs where it is installed, the
-    reference without it, and where the kernels are switched off (``gpu_settings.py``).
+    reference without it, and where the kernels are switched off.
 
     float64 stays with torch operations on GPUs too (the kernels compute in float32), and so does what cannot be printed
     as device code.
     """
     if tensor.is_cpu:
         return cpu
-    if tensor.is_cuda and tensor.dtype is not float64 and not gpu_settings.kernels_are_off():
+    if tensor.is_cuda and tensor.dtype is not float64 and not kernels_are_off():
         backend = _for_gpus()
         return backend if activation is None or backend.computes(activation) else reference
     return reference
@@ -64,6 +69,19 @@ def no_triton_because() -> str | None:
     from . import triton
 
     return triton.missing_because()
+
+
+@functools.cache
+def kernels_are_off() -> bool:
+    """Whether the environment switches the kernels off.
+
+    Raises:
+        ValueError: it says neither "on" nor "off".
+    """
+    value = os.environ.get(VARIABLE, "").lower() or "on"
+    if value not in ("on", "off"):
+        raise ValueError(f"{VARIABLE}: got {value!r}, expected 'on' or 'off'")
+    return value == "off"
 
 
 @functools.cache

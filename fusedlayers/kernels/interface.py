@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..activations import Activation
-from .rms_norm_options import RmsNormOptions
 
 
 class GradientRequest(NamedTuple):
@@ -22,8 +21,35 @@ class GradientRequest(NamedTuple):
     needs_operands: tuple[bool, ...] = ()
 
 
+class RmsNormOptions(NamedTuple):
+    """RMS norm over the last dimension (Zhang & Sennrich 2019), computed in float32 or wider: ``y = xhat (offset + w)``
+    with ``xhat = x / sqrt(mean(x^2) + eps)``."""
+
+    eps: float
+    #: 1 in Gemma's norm.
+    offset: float = 0.0
+    #: Whether xhat is rounded to x's dtype before the weight multiplies it, as in the norms of LLaMA and T5.
+    rounds_first: bool = False
+
+    def __call__(self, x: Tensor, w: Tensor | None) -> Tensor:
+        """By PyTorch's operations, which autograd differentiates; in x's dtype."""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        xhat = x.to(wide)
+        xhat = xhat * torch.rsqrt(xhat.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.rounds_first:
+            xhat = xhat.to(x.dtype).to(wide)
+        gain = self.gain(w, wide)
+        return (xhat if gain is None else xhat * gain).to(x.dtype)
+
+    def gain(self, w: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """``offset + w`` in ``dtype``; None for 1."""
+        if w is None:
+            return None
+        return w.to(dtype) + self.offset if self.offset else w.to(dtype)
+
+
 class Backend(Protocol):
-    """What a backend computes. No argument is written to but ``out``, and others where the docstring says so."""
+    """The functions of a backend. No argument is written to but ``out``, and others where the docstring says so."""
 
     def computes(self, activation: Activation) -> bool:
         """Whether this backend has, or can make, code for the activation."""
@@ -64,14 +90,6 @@ class Backend(Protocol):
         dim: int,
     ) -> tuple[Tensor | None, ...]:
         """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
-        ...
-
-    def drop(self, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-        """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
-        ...
-
-    def drop_gradient(self, dy: Tensor, bits: Tensor, factor: float) -> Tensor:
-        """The gradient of x, in a new tensor, for dense dy, laid out like x."""
         ...
 
     def drop_marked(self, y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:

@@ -1,12 +1,10 @@
-"""What comes before an activation: a matmul, a convolution or a bias, ``z = operation(x, w, b)``, by torch."""
+"""The operation before an activation: a matmul, a convolution or a bias, ``z = operation(x, w, b)``, by torch."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,8 +21,6 @@ class Matmul:
     """``x w^T + b``: (..., in), (out, in), (out,) -> (..., out)."""
 
     function = "dense_bias_act"
-    #: Whether b may as well be added by whoever comes after.
-    leaves_bias = True
     #: Whether autocast casts x, w and b.
     is_cast = True
     #: The dimension of z, from the end, along which the bias runs.
@@ -62,7 +58,6 @@ class Convolution(NamedTuple):
     padding: Sizes | str
     dilation: Sizes
     groups: int
-    leaves_bias: bool = True
     is_cast: bool = True
 
     @property
@@ -89,22 +84,6 @@ class Convolution(NamedTuple):
         found = [(size + 2 * p - d * (kernel - 1) - 1) // s + 1 for size, kernel, s, p, d in moved]
         return *leading, w.shape[0], *found
 
-    def padding_in_numbers(self, w: Tensor) -> Sizes | None:
-        """What both ends of each dimension are padded by; None where "same" pads one end more than the other."""
-        if not isinstance(self.padding, str):
-            return self.padding
-        spare = [apart * (kernel - 1) for kernel, apart in zip(w.shape[2:], self.dilation, strict=True)]
-        if self.padding == "valid":
-            return (0,) * len(spare)
-        return None if any(size % 2 for size in spare) else tuple(size // 2 for size in spare)
-
-    def gradients(self, dz: Tensor, x: Tensor, w: Tensor, needs: Sequence[bool]) -> list[Tensor | None]:
-        """Of x, w and b; None where not needed. Needs a padding in numbers, and of x and w what the others are of."""
-        padding = self.padding_in_numbers(w)
-        sizes = self.stride, padding, self.dilation, False, (0,) * len(self.stride), self.groups
-        found: list[Tensor | None] = torch.ops.aten.convolution_backward(dz, x, w, (w.shape[0],), *sizes, needs)
-        return found
-
     def returns_view(self, x: Tensor) -> bool:
         """Whether z is a view of the result."""
         return x.dim() != len(self.stride) + 2
@@ -122,7 +101,6 @@ class Pointwise(NamedTuple):
 
     dim: int
     function: str = "bias_act"
-    leaves_bias: bool = True
     is_cast: bool = False
 
     def __call__(self, x: Tensor, w: Weight, b: Tensor | None) -> Tensor:
@@ -146,8 +124,3 @@ GATE = Pointwise(-1, "gate")
 
 
 Operation = Matmul | Convolution | Pointwise
-
-
-def elements(shape: Sizes) -> int:
-    """How many elements a tensor of this shape has."""
-    return math.prod(shape)

@@ -1,17 +1,23 @@
-"""What the fused modules share: an activation and a choice of what is saved, and in ``FusedAct`` a layer of torch."""
+"""A layer and its activation in one module: dense layers and convolutions.
+
+``WithActivation`` is what all fused modules share, ``FusedAct`` what these share: a layer of torch's.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..activations import DTYPES, Activation, must_call_reason, resolve
 from ..call import with_operands
+from ..functional import conv_bias_act, dense_bias_act
 from ..plan import choose_save, describe
 from ..utils.torchscript import refuse_script
-from ..validation import check_save
+from ..validation import check_dropout, check_features, check_save, check_window
 
 
 class WithActivation(nn.Module):
@@ -30,7 +36,7 @@ class WithActivation(nn.Module):
         raise NotImplementedError
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        """What the layer would keep of the activation in ``dtype``, in a few words."""
+        """The part of the activation that the layer would keep in ``dtype``, in a few words."""
         return describe(activation, self.save, dtype, self._example_tensor().device)
 
     def _set(self, activation: object, save: str) -> None:
@@ -66,9 +72,12 @@ class FusedAct(WithActivation):
     #: The probability with which outputs are dropped in training.
     dropout: float = 0.0
 
-    def __init__(self, layer: nn.Module, activation: object, save: str) -> None:
+    def __init__(self, layer: nn.Module, activation: object, save: str, dropout: float) -> None:
         super().__init__()
+        check_dropout(type(self).__name__, dropout)
         self._take_over(layer, activation, save)
+        if dropout:
+            self.dropout = dropout
 
     def _take_over(self, layer: nn.Module, activation: object, save: str) -> None:
         """Share what a layer of torch's has, and compute the activation too."""
@@ -117,3 +126,164 @@ class FusedAct(WithActivation):
     def _example_tensor(self) -> Tensor:
         weight: Tensor = self.weight
         return weight
+
+
+# --- dense layers -----------------------------------------------------------------------------------------------------
+
+
+class FusedDenseAct(FusedAct):
+    """``activation(x W^T + b)`` that keeps one hidden-sized buffer, for an ``nn.Linear`` and the activation after it.
+
+    It has the parameters, initialisation, attributes and ``state_dict`` keys of ``nn.Linear``, so checkpoints load
+    either way. It is no ``nn.Linear``: what exchanges linear layers by ``isinstance`` would drop the activation.
+
+    Args:
+        in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
+        activation: as for ``fusedlayers.dense_bias_act``. A module with parameters becomes a submodule.
+        dropout: the probability with which outputs are dropped in training, as by an ``nn.Dropout`` behind it.
+        save: as for ``fusedlayers.dense_bias_act``.
+
+    Shapes: (..., in_features) -> (..., out_features).
+
+    >>> import fusedlayers as fl
+    >>> fl.FusedDenseAct(3, 4, "silu")
+    FusedDenseAct(in_features=3, out_features=4, bias=True, activation=silu,
+    saves the output (last bit = side of minimum))
+    """
+
+    torchs = nn.Linear
+    in_features: int
+    out_features: int
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        activation: object = "gelu",
+        bias: bool = True,
+        *,
+        dropout: float = 0.0,
+        save: str = "auto",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_features("FusedDenseAct", in_features=in_features, out_features=out_features)
+        layer = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        super().__init__(layer, activation, save, dropout)
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return 2, self.out_features
+
+    def forward(self, input: Tensor) -> Tensor:
+        dropout = self.dropout if self.training else 0.0
+        return dense_bias_act(input, self.weight, self.bias, self.activation, dropout=dropout, save=self.save)
+
+
+#: Dense layers, torch's and this library's: for code that chooses parameters or their first values by the class.
+LINEAR_TYPES = (nn.Linear, FusedDenseAct)
+
+
+# --- convolutions -----------------------------------------------------------------------------------------------------
+
+_Sizes = int | Sequence[int]
+
+
+class FusedConvAct(FusedAct):
+    """The base of the convolutions of one to three dimensions."""
+
+    in_channels: int
+    out_channels: int
+    kernel_size: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...] | str
+    dilation: tuple[int, ...]
+    groups: int
+    padding_mode: str
+    _reversed_padding_repeated_twice: list[int]
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: _Sizes,
+        activation: object = "relu",
+        stride: _Sizes = 1,
+        padding: _Sizes | str = 0,
+        dilation: _Sizes = 1,
+        groups: int = 1,
+        bias: bool = True,
+        padding_mode: str = "zeros",
+        *,
+        dropout: float = 0.0,
+        save: str = "auto",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = type(self).__name__
+        check_features(name, in_channels=in_channels, out_channels=out_channels, groups=groups)
+        check_window(name, kernel_size=kernel_size, stride=stride, dilation=dilation)
+        layer = self.torchs(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode,
+            device=device, dtype=dtype,
+        )  # fmt: skip
+        super().__init__(layer, activation, save, dropout)
+
+    def _example_shape(self) -> tuple[int, ...]:
+        return 2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))
+
+    def forward(self, input: Tensor) -> Tensor:
+        padding: _Sizes | str = self.padding
+        if self.padding_mode != "zeros":
+            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            padding = 0  # for every dimension
+        dropout = self.dropout if self.training else 0.0
+        return conv_bias_act(
+            input, self.weight, self.bias, self.activation, self.stride, padding, self.dilation, self.groups,
+            dropout=dropout, save=self.save,
+        )  # fmt: skip
+
+
+class FusedConvAct1d(FusedConvAct):
+    """``activation(conv1d(x))`` that keeps one buffer, for an ``nn.Conv1d`` and the activation after it.
+
+    It has the parameters, initialisation, attributes and ``state_dict`` keys of ``nn.Conv1d``, so checkpoints load
+    either way. It is no ``nn.Conv1d``: what exchanges convolutions by ``isinstance`` would drop the activation.
+
+    Args:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype: as
+            for ``nn.Conv1d``.
+        activation: as for ``fusedlayers.conv_bias_act``. A module with parameters becomes a submodule.
+        save: as for ``fusedlayers.conv_bias_act``.
+
+    Shapes: (batch, in_channels, length) -> (batch, out_channels, new length), or all without the batch.
+    """
+
+    torchs = nn.Conv1d
+
+
+class FusedConvAct2d(FusedConvAct):
+    """``activation(conv2d(x))`` that keeps one buffer, for an ``nn.Conv2d`` and the activation after it; as
+    ``FusedConvAct1d``.
+
+    Shapes: (batch, in_channels, height, width) -> (batch, out_channels, new height, new width), or without the batch.
+
+    >>> import fusedlayers as fl
+    >>> fl.FusedConvAct2d(3, 8, kernel_size=3, activation="relu", padding=1)
+    FusedConvAct2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), activation=relu, saves the output)
+    """
+
+    torchs = nn.Conv2d
+
+
+class FusedConvAct3d(FusedConvAct):
+    """``activation(conv3d(x))`` that keeps one buffer, for an ``nn.Conv3d`` and the activation after it; as
+    ``FusedConvAct1d``.
+
+    Shapes: (batch, in_channels, depth, height, width) -> (batch, out_channels, ...), or without the batch.
+    """
+
+    torchs = nn.Conv3d
+
+
+#: Convolutions, torch's and this library's: for code that chooses parameters or their first values by the class.
+CONV_TYPES = (nn.Conv1d, nn.Conv2d, nn.Conv3d, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d)

@@ -20,7 +20,7 @@ _SEPARATE = ("gate_proj", "up_proj")
 
 
 class FusedBlock(WithActivation):
-    """What the blocks share: the settings, and what they do where their layers must be called."""
+    """The base of the blocks: the settings, and calls of their layers one by one."""
 
     is_gated: ClassVar[bool]
     dropout: float
@@ -88,11 +88,11 @@ class FusedBlock(WithActivation):
         return [*self.layers().values()][-1]
 
     def _parts(self, input: Tensor) -> list[Tensor]:
-        """What the first layers make of it, gate and up where there are two."""
+        """The first layers' results, gate and up where there are two."""
         raise NotImplementedError
 
     def by_calls(self, input: Tensor, function: Callable[[Tensor], Tensor] | None = None) -> Tensor:
-        """What the layers compute one by one, with ``function`` for the activation if it is given."""
+        """The result of the layers called one by one, with ``function`` for the activation if it is given."""
         first, *others = self._parts(input)
         if function is None:
             activated = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from .dense import FusedDenseAct
+from .layer import FusedDenseAct
 
 
 class FusedColwiseParallel(ColwiseParallel):

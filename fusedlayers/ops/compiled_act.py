@@ -1,4 +1,4 @@
-"""What ``torch.compile`` sees: an activation that saves its output, in functional operations that Inductor fuses.
+"""The activation that ``torch.compile`` sees, which saves its output, in functional operations that Inductor fuses.
 
 ``torch.compile`` puts the call into its graph as it stands (``allow_in_graph``). AOTAutograd then traces it, and finds
 that backward needs the output only, which the next layer saves anyway. Nothing is written in place, because in-place

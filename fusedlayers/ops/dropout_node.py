@@ -1,4 +1,4 @@
-"""Dropout that keeps a bit for each element; behind an activation one node for both, that keeps the output alone.
+"""An activation and the dropout behind it in one node, that keeps the output alone.
 
 A dropped output of an activation is a zero with a sign of its own (``kernels/reference/dropout_bits.py``).
 The derivative is that at the output times ``1 - p``. The mask is torch's own: for the same seed the same numbers are
@@ -8,7 +8,7 @@ dropped as by ``F.dropout``, and the generator goes on from the same state.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,56 +19,9 @@ from ..kernels import Backend, reference
 from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense, laid_out_as
 from ..utils.profile_ranges import profile_range
-from ..utils.storages import is_plain
-from .buffer_reuse import take_over
-from .edits import expected_from_hooks, saved_output
 from .pointwise import place_of
+from .saved_buffers import expected_from_hooks, saved_output, take_over
 from .second_derivatives import SavedOutput, needs_composite
-
-
-class Mask(NamedTuple):
-    """What was dropped, without the tensor that says so: how it is laid out, and what the rest was multiplied by."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    factor: float
-    backend: Backend
-
-    def composite(self, x: Tensor, bits: Tensor) -> Tensor:
-        """``apply`` in operations that autograd can differentiate."""
-        return x * reference.unpacked(bits, self.shape, self.strides) * self.factor
-
-    def apply(self, x: Tensor, bits: Tensor) -> Tensor:
-        """x, of this shape, without what was dropped, and the rest multiplied."""
-        if x.stride() != self.strides or not is_plain(x):
-            x = torch.empty_strided(self.shape, self.strides, dtype=x.dtype, device=x.device).copy_(x)
-        return self.backend.drop_gradient(x, bits, self.factor)
-
-
-@profile_range(lambda *_: "dropout")
-def drop(x: Tensor, p: float, backend: Backend) -> Tensor:
-    """``F.dropout(x, p)``."""
-    y: Tensor = Dropout.apply(x, p, backend)
-    return y
-
-
-class Dropout(Node):
-    """``drop`` in one node."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, p: float, backend: Backend) -> Tensor:
-        ctx.mask = Mask(x.shape, x.stride(), reference.factor_of(p, x.dtype, x.device.type), backend)
-        y, bits = backend.drop(x, p)
-        ctx.save_for_backward(bits)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        (dy,) = grads
-        (bits,) = ctx.saved_tensors
-        if needs_composite(dy):
-            return ctx.mask.composite(dy, bits), None, None
-        return ctx.mask.apply(dy, bits), None, None
 
 
 @profile_range(lambda z, activation, *_: f"{activation.name}_dropout")
@@ -109,17 +62,13 @@ class ActDropout(Node):
         return backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, p, out), None, None, None, None
 
 
-def has_torchs_mask(x: Tensor, p: float) -> bool:
-    """Whether ``Dropout`` drops the numbers of x that ``F.dropout`` would."""
-    if not (0 < p < 1 and is_dense(x)) or (x.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
-    return (x.is_cpu or x.is_cuda) and _has_torchs_mask(x.dtype, x.device)
-
-
 def serves(z: Tensor, activation: Activation, p: float) -> bool:
     """Whether ``ActDropout`` computes it: outputs determine the derivative after a factor too, and the mask is
     torch's."""
-    return has_torchs_mask(z, p) and not activation.operand_dims and tells_scaled(activation, z.dtype)
+    if not (0 < p < 1 and is_dense(z)) or (z.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return False
+    is_known = (z.is_cpu or z.is_cuda) and not activation.operand_dims and tells_scaled(activation, z.dtype)
+    return is_known and _has_torchs_mask(z.dtype, z.device)
 
 
 @functools.lru_cache(256)

@@ -1,4 +1,4 @@
-"""What an MLP block is, but for its tensors, and what it computes: whole, or for a chunk of rows at a time."""
+"""The description of an MLP block, and its forward pass: whole, or for a chunk of rows at a time."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class BlockDropout(NamedTuple):
         rows, columns = hidden.shape
         start = first * columns // 8
         bits = self.bits[start : start - (-rows * columns // 8)]
-        return reference.unpacked(bits, hidden.shape, (columns, 1))
+        return reference.unpacked(bits, hidden.shape)
 
 
 class Linear(NamedTuple):
@@ -60,7 +60,7 @@ class Linear(NamedTuple):
 
 
 class BlockOptions(NamedTuple):
-    """What a block is asked for besides tensors."""
+    """The options of a block's call."""
 
     #: Whom errors name.
     function: str
@@ -76,7 +76,7 @@ class BlockOptions(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a block is, but for its tensors."""
+    """A block without its tensors."""
 
     activation: Activation
     saved: Saved
@@ -160,32 +160,20 @@ def unpacked(layers: Sequence[Linear]) -> list[Linear]:
 def run(
     block: Block, x: Tensor, layers: Sequence[Linear], last: Linear, operands: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """The output, (rows, out), and the tensors to save."""
+    """The output, (rows, out), and the tensors to save. The last layer runs chunk by chunk, from these or from x."""
     if block.saved == "output":
         kept = [block.activated(x, layers[0])]
     else:
         kept = [] if block.saved == "recompute" else block.pre_activations(x, layers)
     if block.is_whole:
         return F.linear(kept[0], *last), kept
-    return run_last(block, x, layers, last, operands, kept), kept
-
-
-def run_last(
-    block: Block,
-    x: Tensor,
-    layers: Sequence[Linear],
-    last: Linear,
-    operands: Sequence[Tensor],
-    kept: Sequence[Tensor],
-) -> Tensor:
-    """The last layer, chunk by chunk, from the saved tensors or, where there are none, from x."""
     is_cut = block.chunk_rows(len(x)) < len(x)
     out = x.new_empty(len(x), last.w.shape[0]) if is_cut else None
     for rows in block.rows(x):
         parts = [part[rows] for part in kept] or block.pre_activations(x[rows], layers)
         hidden = block.hidden(parts, operands, rows.start, overwrite=not kept)
         of_rows = linear(hidden, *last, out=None if out is None else out[rows])
-    return of_rows if out is None else out
+    return of_rows if out is None else out, kept
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, *, out: Tensor | None = None) -> Tensor:

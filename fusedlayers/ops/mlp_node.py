@@ -22,12 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import validation
 from .._torch import Node
 from ..kernels import GradientRequest
 from ..utils.layout import operand_along
-from .buffer_reuse import take_over
 from .mlp_forward import Block, Linear, linear, run, unpacked
+from .saved_buffers import take_over
 from .second_derivatives import gradients_through, needs_composite
 
 
@@ -68,7 +67,11 @@ class MLP(Node):
         with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
             if needs_composite(dy):
                 if ctx.versions != [None if t is None else t._version for t in ctx.held]:
-                    raise validation.weight_was_edited("gated_mlp" if block.is_gated else "mlp")
+                    name = "gated_mlp" if block.is_gated else "mlp"
+                    raise RuntimeError(
+                        f"{name}: a weight or bias was edited in place between forward and backward, which a second "
+                        "derivative cannot be taken after; edit it after backward"
+                    )
                 both = zip((*weights, *biases), ctx.held, strict=True)
                 first = [held if t is None else t for t, held in both]
                 found = _differentiable(block, dy, x, w, first, operands, needs)

@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import Node, unsafe_view
+from .._torch import Node, saved_tensors_hooks_on_top, unsafe_view
 from ..activations import upcast
 from ..kernels import GradientRequest
 from ..kernels.operations import Recompute
 from ..utils.isolation import in_clean_state
 from ..utils.layout import along, operand_along, sum_along
-from .buffer_reuse import take_over
-from .edits import expected_from_hooks, saved_output
+from .saved_buffers import expected_from_hooks, saved_output, take_over
 from .second_derivatives import SavedOutput, gradients_through, needs_composite
 
 if TYPE_CHECKING:
@@ -81,7 +80,8 @@ class BiasAct(Node):
         else:
             ctx.save_for_backward(y if plan.saved == "output" else z, *operands)
         ctx.plan, ctx.version = plan, None if overwrites else y._version
-        ctx.expected = expected_from_hooks(y, is_dirty=overwrites) if plan.is_hooked else None
+        is_hooked = plan.saved == "output" and saved_tensors_hooks_on_top(True) is not None
+        ctx.expected = expected_from_hooks(y, is_dirty=overwrites) if is_hooked else None
         return y
 
     @staticmethod

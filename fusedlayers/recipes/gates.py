@@ -1,7 +1,8 @@
 """Gates in a module that holds an activation and linear layers: ``act(a) * b`` as one node, which saves a and b.
 
-PyTorch's own nodes with recipes save as much, but write three new buffers in backward. The node (``ops/gate_node.py``)
-writes the gradients over a and b. The node of ``act(a)`` is made for nothing: whether it is multiplied shows later.
+PyTorch's own nodes with recipes save as much, but write three new buffers in backward. This node, of
+``ops/replayed_nodes.py``, writes the gradients over a and b. That of ``act(a)`` is made for nothing: whether it is
+multiplied shows later.
 
 Cost: a function mode around these modules, 2 us for each function that they call.
 """
@@ -19,7 +20,7 @@ from .._torch import current_function_mode, function_mode_count
 from ..activations import Activation
 from ..call import plan_for
 from ..kernels.operations import GATE
-from ..ops.gate_node import can_gate, gate_act
+from ..ops.replayed_nodes import can_gate, gate_act
 from ..plan import Call, needs_gradient
 from .leaves import may_be_activation
 from .region import Region

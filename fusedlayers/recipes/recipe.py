@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
 from .._torch import autocast_is_active, backward_pass, queue_callback
-from ..ops.edits import unedited
+from ..ops.saved_buffers import unedited
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 Layout = tuple[torch.Size, tuple[int, ...]]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from .._torch import AccumulateGrad, Node, sequence_number
-from ..ops.edits import is_under_checkpoint
+from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.module_state import modules_in
 from .recipe import Hooks, Recipe, Saved, Value, View
 from .replays import RESULTS, TABLE, is_sharded

@@ -26,8 +26,8 @@ from .. import sizes
 from .._torch import autocast_is_active
 from ..call import followed_by
 from ..kernels import choose
-from ..kernels.rms_norm_options import RmsNormOptions
-from ..ops.rms_norm_node import RmsNorm
+from ..kernels.interface import RmsNormOptions
+from ..ops.replayed_nodes import RmsNorm
 from ..utils.bounded_cache import BoundedCache
 from ..utils.isolation import in_clean_state
 from ..validation import is_autocast, unusual_because

@@ -12,8 +12,8 @@ import torch
 
 from ..reports.step import Step
 from ..utils.example import check_model, does_not_run
-from ..utils.formatting import first_line, size_text
-from ..validation import budget_from
+from ..utils.formatting import first_line, size_from, size_text
+from ..validation import is_whole
 from .steps import Of
 
 
@@ -43,6 +43,25 @@ def check_arguments(step: Step, memory_budget_bytes: object, fraction: object, o
     if isinstance(fraction, bool) or not isinstance(fraction, Real) or not 0 < float(fraction) <= 1:
         raise ValueError(f"{function}: fraction must be above 0 and at most 1 (30 % are 0.3), got {fraction!r}")
     return Budget(f"fraction={fraction!r}", None, float(fraction))
+
+
+def budget_from(function: str, memory_budget_bytes: object) -> int:
+    """The bytes that a number, or a size such as "8GiB", says.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(memory_budget_bytes, str):
+        try:
+            return size_from(memory_budget_bytes)
+        except ValueError as error:
+            raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
+    if not is_whole(memory_budget_bytes) or memory_budget_bytes < 0:
+        raise ValueError(
+            f'{function}: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got '
+            f"{memory_budget_bytes!r}"
+        )
+    return int(memory_budget_bytes)
 
 
 def unmet(function: str, budget: Budget, of: Of, taken: int | None, least: int, way: str) -> ValueError:

@@ -26,7 +26,8 @@ from .._torch import tree_leaves, tree_map_only
 from ..utils.module_state import modules_in
 from ..utils.storages import tensors_in
 from ..utils.torchscript import refuse_script
-from ..validation import budget_from, is_whole
+from ..validation import is_whole
+from .budget import budget_from
 from .measurement import ChildCosts, measure
 from .planner import Plan, Segment, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths
 from .recompute import Recompute, can_recompute, check_recompute, recomputed

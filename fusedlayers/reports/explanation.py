@@ -13,9 +13,7 @@ from torch.nn.parameter import is_lazy
 
 from ..activations import resolve
 from ..derivative.features import Fold
-from ..nn.conv import CONV_TYPES
-from ..nn.dense import LINEAR_TYPES
-from ..nn.layer import WithActivation
+from ..nn.layer import CONV_TYPES, LINEAR_TYPES, WithActivation
 from ..plan import describe
 from ..recipes.patch import patch_of
 from ..utils.formatting import counted_lines, path_text

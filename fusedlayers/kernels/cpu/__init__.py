@@ -6,16 +6,22 @@ from ...activations import Activation
 from .. import reference
 from ..reference import ADDS_BIAS, CHUNK_BYTES, computes, rms_norm, rms_norm_gradient
 from . import build
-from .cpu_dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
-from .cpu_elementwise import bias_act, gate, gate_gradient, gradient, gradient_kernel, inverse
+from .cpu_elementwise import (
+    bias_act,
+    drop_marked,
+    drop_marked_gradient,
+    gate,
+    gate_gradient,
+    gradient,
+    gradient_kernel,
+    inverse,
+)
 
 __all__ = [
     "ADDS_BIAS",
     "CHUNK_BYTES",
     "bias_act",
     "computes",
-    "drop",
-    "drop_gradient",
     "drop_marked",
     "drop_marked_gradient",
     "gate",

@@ -162,7 +162,7 @@ def _made(folder: Path) -> bool:
 
 
 def version_of(compiler: list[str]) -> str:
-    """What a compiler says of itself."""
+    """A compiler's own words of its version."""
     command = [*compiler, "--version"]
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False).stdout
 

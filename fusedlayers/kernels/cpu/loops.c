@@ -45,7 +45,7 @@ typedef struct {
   const float *cubics;
 } fold_table;
 
-/* The part of a normal distribution below z: cubics about z = i / steps, from i = first to last (cubics.py). */
+/* The part of a normal distribution below z: cubics about z = i / steps, from i = first to last (loops.py). */
 typedef struct { float steps, first, last; const float *cubics; } normal;
 
 typedef struct {
@@ -621,43 +621,6 @@ static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   if (p->sums) FIRST_N sum[i] += dz[i];
 }
 
-/* in: x and whether it is kept, 0 or 1; out: x factor, or x 0, and eight of the latter in a byte. */
-static void drop_step(const pass *p, int64_t at, int n, const channels *c) {
-  const float factor = p->k->parameter;
-  float y[BLOCK], x[BLOCK];
-  uint8_t copy[BLOCK];
-  const uint8_t *keep = block_of(p->in[1], at, n, 1, copy);
-  const float *from = wide_block(p->k, p->in[0], at, n, x);
-  EACH y[i] = from[i] * (keep[i] ? factor : 0.0f);
-  put_wide(p->k, p->out[0], at, n, y);
-  for (int i = 0; i < n; i += 8) {
-    uint64_t eight;
-    memcpy(&eight, keep + i, 8);
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    eight = __builtin_bswap64(eight);
-#endif
-    p->out[1][(at + i) / 8] = (char)((eight * 0x0102040810204080u) >> 56);
-  }
-}
-
-/* in: dy and the bits. */
-static void drop_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
-  const float factor = p->k->parameter;
-  float dx[BLOCK], dy[BLOCK];
-  uint8_t keep[BLOCK] = {0};
-  for (int i = 0; i < n; i += 8) { /* each bit to the first of a byte of its own */
-    uint64_t eight = (uint8_t)p->in[1][(at + i) / 8] * 0x0101010101010101u & 0x8040201008040201u;
-    eight = (eight + 0x7f7f7f7f7f7f7f7fu) >> 7 & 0x0101010101010101u;
-#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ == __ORDER_BIG_ENDIAN__
-    eight = __builtin_bswap64(eight);
-#endif
-    memcpy(keep + i, &eight, 8);
-  }
-  const float *from = wide_block(p->k, p->in[0], at, n, dy);
-  EACH dx[i] = from[i] * (keep[i] ? factor : 0.0f);
-  put_wide(p->k, p->out[0], at, n, dx);
-}
-
 /* in: outputs and whether they are kept; out: what is stored (kernels/reference/dropout_bits.py), of 16 bits by a table. */
 static void drop_marked_step(const pass *p, int64_t at, int n, const channels *c) {
   const mark *m = &p->k->mark;
@@ -861,16 +824,6 @@ int invert_outputs(const kernel *k, const void *y, void *z, const layout *l) {
 int gradient(const kernel *k, const void *dy, const void *saved, void *dz, void *db, const layout *l) {
   pass p = {.k = k, .in = {dy, saved}, .out = {dz}};
   return walk(&p, gradient_step, l, db);
-}
-
-int drop(const kernel *k, const void *x, const void *keep, void *y, void *bits, const layout *l) {
-  pass p = {.k = k, .in = {x, keep}, .out = {y, bits}};
-  return walk(&p, drop_step, l, NULL);
-}
-
-int drop_gradient(const kernel *k, const void *dy, const void *bits, void *dx, const layout *l) {
-  pass p = {.k = k, .in = {dy, bits}, .out = {dx}};
-  return walk(&p, drop_gradient_step, l, NULL);
 }
 
 int drop_marked(const kernel *k, const void *y, const void *keep, void *out, const layout *l) {

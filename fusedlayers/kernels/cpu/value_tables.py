@@ -25,7 +25,7 @@ from ...derivative.monotone import FAR, MonotoneDerivative
 from ...derivative.polynomial import PRECISIONS, TINY, to_float32
 from ...utils.isolation import in_clean_state
 from . import loops
-from .cubics import PLACES, cubics
+from .loops import PLACES, cubics
 
 #: What a table may add to the error of the fit, rms over N(0, 1) and at most, in units of the steepest slope.
 ADDED_RMS = PRECISIONS[torch.float32].tolerance

@@ -8,12 +8,9 @@ import torch
 from ...activations import Activation
 from .dropout_bits import (
     drawn,
-    drop,
-    drop_gradient,
     drop_marked,
     drop_marked_gradient,
     dropped,
-    dropped_by_torch,
     factor_of,
     gradient_of_marked,
     is_kept,
@@ -22,9 +19,7 @@ from .dropout_bits import (
     slope,
     unpacked,
 )
-from .elementwise import bias_act, derivative, gradient, sum_of
-from .gated import gate, gate_gradient
-from .inverse import inverse
+from .elementwise import bias_act, derivative, gate, gate_gradient, gradient, inverse, sum_of
 from .rms_norm import rms_norm, rms_norm_gradient
 
 __all__ = [
@@ -34,12 +29,9 @@ __all__ = [
     "computes",
     "derivative",
     "drawn",
-    "drop",
-    "drop_gradient",
     "drop_marked",
     "drop_marked_gradient",
     "dropped",
-    "dropped_by_torch",
     "factor_of",
     "gate",
     "gate_gradient",

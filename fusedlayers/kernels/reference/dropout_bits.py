@@ -1,6 +1,6 @@
 """Dropout that saves a bit for each element, or nothing besides an activation's output.
 
-Alone: the mask, eight elements a byte, in the order of memory.
+In MLP blocks: the mask, eight elements a byte.
 
 Behind an activation: of its output f(z), ``f(z) / (1 - p)`` is stored, with the branch of a folded f in its last bit,
 and -0 where it was dropped. A zero of f is stored as +0, or as -0 on the marked branch, where f' is 0 as if it had been
@@ -22,7 +22,7 @@ from .chunks import for_each
 
 
 def drawn(x: Tensor, p: float) -> Tensor:
-    """What ``F.dropout(x, p)`` would keep of x; its generator goes on as it would."""
+    """The mask of what ``F.dropout(x, p)`` would keep; its generator goes on as it would."""
     if x.is_cpu:
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
     return torch.native_dropout(x, p, True)[1]
@@ -31,44 +31,24 @@ def drawn(x: Tensor, p: float) -> Tensor:
 @functools.lru_cache(256)
 @in_clean_state
 def factor_of(p: float, dtype: torch.dtype, device: str) -> float:
-    """What ``F.dropout`` multiplies by: on CPUs a number in dtype, on GPUs one in float32 at least."""
+    """The factor of ``F.dropout``: on CPUs a number in dtype, on GPUs one in float32 at least."""
     wide = dtype if device == "cpu" else torch.promote_types(dtype, torch.float32)
     return float(torch.ones((), dtype=wide).div_(1 - p))
 
 
 def packed(keep: Tensor) -> Tensor:
-    """The bits of a dense mask, in the order of memory: the first element is the lowest bit of the first byte."""
-    flat = keep.as_strided((keep.numel(),), (1,)).view(torch.uint8)
-    eights = torch.nn.functional.pad(flat, (0, -flat.numel() % 8)).view(torch.int64)
+    """The bits of a contiguous mask: the first element is the lowest bit of the first byte."""
+    eights = torch.nn.functional.pad(keep.view(-1).view(torch.uint8), (0, -keep.numel() % 8)).view(torch.int64)
     # Each of eight bytes, 0 or 1, is added into the highest one at a bit of its own.
     return (eights * 0x0102040810204080 >> 56).to(torch.uint8)
 
 
-def unpacked(bits: Tensor, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    """The mask of these bits, for a dense tensor of this layout."""
+def unpacked(bits: Tensor, shape: torch.Size) -> Tensor:
+    """The mask of these bits."""
     # A copy of the byte in each of eight, of which each keeps one bit, and moves it to the lowest.
     eights = bits.to(torch.int64).mul_(0x0101010101010101).bitwise_and_(0x8040201008040201 - 2**64)
     eights.add_(0x7F7F7F7F7F7F7F7F).bitwise_right_shift_(7).bitwise_and_(0x0101010101010101)
-    return eights.view(torch.uint8).view(torch.bool).as_strided(shape, strides)
-
-
-def drop(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """``F.dropout(x, p)`` of dense x, in a new tensor, and a bit for each element that is kept."""
-    y, keep = dropped_by_torch(x, p)
-    return y, packed(keep)
-
-
-def dropped_by_torch(x: Tensor, p: float) -> tuple[Tensor, Tensor]:
-    """``F.dropout(x, p)``, and what it has kept of x."""
-    if not x.is_cpu:
-        return torch.native_dropout(x, p, True)
-    keep = drawn(x, p)
-    return (x * keep).mul_(factor_of(p, x.dtype, "cpu")), keep
-
-
-def drop_gradient(dy: Tensor, bits: Tensor, factor: float) -> Tensor:
-    """The gradient of x, in a new tensor, for dense dy, laid out like x."""
-    return (dy * unpacked(bits, dy.shape, dy.stride())).mul_(factor)
+    return eights.view(torch.uint8).view(torch.bool)[: shape.numel()].view(shape)
 
 
 def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
@@ -85,7 +65,7 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
 
 
 def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor | float) -> Tensor:
-    """What is stored of outputs y of ``dtype`` that are not dropped, where ``rest`` are kept, in float32 or wider."""
+    """The stored numbers for kept outputs y of ``dtype``, of which ``rest`` are kept, in float32 or wider."""
     fold, found = activation.fold, y * (1 / rest)
     if fold is None:
         return found + 0.0
@@ -93,7 +73,7 @@ def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor |
 
 
 def dropped(y: Tensor) -> Tensor:
-    """What is stored instead of outputs y, before the factor, that are dropped: -0, or NaN where y is not finite."""
+    """The stored numbers for outputs y, before the factor, that are dropped: -0, or NaN where y is not finite."""
     return (y - y).neg_()
 
 

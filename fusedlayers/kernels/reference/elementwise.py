@@ -1,4 +1,4 @@
-"""Bias, activation and gradient in torch operations: the readable reference.
+"""Bias, activation, gates, their gradients and inverses in torch operations: the readable reference.
 
 ATen's own kernels serve what the table of activations names them for, each in one vectorised pass. Users' functions,
 and activations that read other tensors, run as a program of their trace (``traced.py``). Everything else is the
@@ -17,7 +17,7 @@ from ...activations import Activation, upcast
 from ...utils.layout import along, is_dense, laid_out_as
 from ..interface import GradientRequest
 from . import traced
-from .chunks import for_each
+from .chunks import by_rows, for_each
 
 
 def bias_act(
@@ -97,6 +97,8 @@ def gradient(
     return dz, db, *shares
 
 
+# --- derivatives ------------------------------------------------------------------------------------------------------
+
 Product = Callable[[Activation, Tensor, Tensor], Tensor]
 
 
@@ -132,3 +134,69 @@ def _is_by_trace(activation: Activation) -> bool:
 @functools.cache
 def _all_but(dim: int, dims: int) -> tuple[int, ...]:
     return tuple(i for i in range(dims) if i != dim % dims)
+
+
+# --- gates ------------------------------------------------------------------------------------------------------------
+
+
+def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
+    """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
+    out = torch.empty_like(z) if out is None else out
+
+    def multiply(z: Tensor, up: Tensor, out: Tensor) -> None:
+        torch.mul(_activated(z, activation, operands), up, out=out)
+
+    if operands:  # which run along channels, and a chunk has none
+        multiply(z, up, out)
+    else:
+        by_rows(lambda *tensors: for_each(multiply, *tensors), (z, up), (out,))
+    return out
+
+
+def gate_gradient(
+    dy: Tensor,
+    z: Tensor,
+    up: Tensor,
+    activation: Activation,
+    operands: Sequence[Tensor],
+    needs: tuple[bool, ...],
+    out: tuple[Tensor, Tensor] | None = None,
+) -> list[Tensor | None]:
+    """Write the gradients of z and up into ``out``, or else over these and over dy; return those of the operands, with
+    which all are contiguous."""
+    request = GradientRequest("input", True, False, needs)
+    shares: list[Tensor | None] = []
+
+    def differentiate(dy: Tensor, z: Tensor, up: Tensor, dz: Tensor, dup: Tensor) -> None:
+        of_up = _activated(z, activation, operands).mul_(dy)
+        of_activated = dy * up if out is not None else dy.mul_(up)
+        dup.copy_(of_up)
+        if out is not None:
+            dz.copy_(z)
+        shares[:] = gradient(of_activated, dz, activation, operands, request, dim=-1)[2:]
+
+    if operands:
+        differentiate(dy, z, up, *(out or (z, up)))
+    else:
+        by_rows(lambda *tensors: for_each(differentiate, *tensors), (dy, z, up), out or (z, up))
+    return shares
+
+
+def _activated(z: Tensor, activation: Activation, operands: Sequence[Tensor] = ()) -> Tensor:
+    """``activation(z, *operands)`` in a new tensor. ATen's kernels are used where it has them for both function and
+    derivative: the package's own functions take several operations."""
+    if activation.native.gradient_given_input is not None:
+        return activation.plain(z)
+    return bias_act(z, None, activation, operands, dim=-1, encode=False, out=None)
+
+
+# --- inverses ---------------------------------------------------------------------------------------------------------
+
+
+def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
+    """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
+    z = out if out is not None and is_dense(out) else torch.empty_like(y)
+    if not (is_dense(y) and y.stride() == z.stride()):
+        y = torch.empty_like(z).copy_(y)
+    for_each(lambda y, z: z.copy_(activation.input_given_output(upcast(y), z.dtype)), y, z)
+    return z if out is None or z is out else out.copy_(z)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..rms_norm_options import RmsNormOptions
+from ..interface import RmsNormOptions
 
 #: Numbers of a block: 1 MiB of float32. Forward and backward of (4096, 1024) in float32 took one core of a busy machine
 #: 26 ms with blocks of 2^15 numbers, 13 with 2^18, 10 with 2^19 and 23 on whole tensors; spelled out 48.

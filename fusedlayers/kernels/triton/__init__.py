@@ -1,11 +1,11 @@
 """Triton kernels: the backend for GPUs."""
 
 import torch
-from triton.runtime import driver
 
 from ...activations import Activation
 from .codegen import computes
-from .triton_dropout import drop, drop_gradient, drop_marked, drop_marked_gradient
+from .launch import missing_because
+from .triton_dropout import drop_marked, drop_marked_gradient
 from .triton_elementwise import bias_act, gradient, inverse
 from .triton_gates import gate, gate_gradient
 from .triton_rms_norm import rms_norm, rms_norm_gradient
@@ -15,8 +15,6 @@ __all__ = [
     "CHUNK_BYTES",
     "bias_act",
     "computes",
-    "drop",
-    "drop_gradient",
     "drop_marked",
     "drop_marked_gradient",
     "gate",
@@ -33,15 +31,6 @@ __all__ = [
 ADDS_BIAS = True
 #: Each chunk launches kernels of its own: with so many hidden bytes their time on the device is longer than the host's.
 CHUNK_BYTES = 32 << 20
-
-
-def missing_because() -> str | None:
-    """Why no kernel can run here, or None."""
-    try:
-        driver.active.get_current_target()
-    except Exception as error:  # of whatever kind: a driver that is not there, or that Triton does not know
-        return f"{type(error).__name__}: {error}"
-    return None
 
 
 def slow_because(activation: Activation, dtype: torch.dtype, *, may_build: bool = True) -> str | None:

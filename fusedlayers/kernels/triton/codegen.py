@@ -5,8 +5,8 @@ blocks, as compile-time arguments. These are printed here from the torch functio
 pointwise operations (``activations/tracing.py``), one line each. The other tensors that the function reads, its
 operands, lie in one buffer (``pack``); the printed functions load them, so that all kernels take the same arguments.
 
-Functions that Triton lacks are written in its own operations in ``device.py`` (elementary functions) and ``special.py``
-(the error function), from polynomials that ``fitted.py`` makes when they are first needed.
+Functions that Triton lacks are written in its own operations in ``device.py``. Their polynomials are made when they are
+first needed (``fitted.py``).
 
 Cost: one trace and one compilation for each activation, role and dtype. Limits: pointwise functions of the operations
 in ``_TEMPLATES``; all others are left to torch operations, and a warning says so.
@@ -34,7 +34,7 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...activations.tracing import NotPointwise, Trace, TracedOperation, trace
-from . import device, fitted, special
+from . import device, fitted
 
 #: How each operation is written; {0}, {1}, ... are its arguments.
 _TEMPLATES = {
@@ -339,10 +339,11 @@ def compile_function(text: str) -> Any:
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     filename = f"<fusedlayers generated {digest}>"
     linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-    functions = {**device.FUNCTIONS, **special.FUNCTIONS}
     scope: dict[str, Any] = {"tl": tl, "__name__": __name__}
     exec(compile(text, filename, "exec"), scope)
-    scope.update((used, functions.get(used) or _fitted(used)) for used in _OWN.findall(text) if used not in scope)
+    scope.update(
+        (used, device.FUNCTIONS.get(used) or _fitted(used)) for used in _OWN.findall(text) if used not in scope
+    )
     (name,) = (line.split("(")[0].removeprefix("def ") for line in text.splitlines() if line.startswith("def "))
     return triton.jit(scope[name])
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...derivative.polynomial import Piece, interpolate
 from ...utils.isolation import in_clean_state
-from . import special
+from . import device
 
 Function = Callable[[Tensor], Tensor]
 
@@ -60,7 +60,7 @@ def _atanh_quotient(square: Tensor) -> Tensor:
     return 3 * ((torch.atanh(t) / t - 1) / square - 1 / 3) / square
 
 
-_NEAR = special.ERFC_NEAR.value
+_NEAR = device.ERFC_NEAR.value
 
 POLYNOMIALS = {
     "_ATAN": Target(_atan_quotient, 0.0, 1.0),

@@ -16,10 +16,14 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 from triton.knobs import runtime
 from triton.runtime import driver
+
+from ...utils.isolation import in_clean_state
 
 _NOTHING = nullcontext()
 
@@ -50,7 +54,11 @@ class Launch:
             function, metadata = compiled.function, compiled.packed_metadata
             compiled.run(*self._grid, stream, function, metadata, None, None, None, *tensors, *self._tail)
             return
-        compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+        try:
+            compiled = self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
+        except Exception as error:
+            error.add_note("With FUSEDLAYERS_KERNELS=off in the environment PyTorch computes without Triton's kernels.")
+            raise
         if is_aligned and isinstance(compiled, CompiledKernel) and torch.version.hip is None:
             self._compiled = compiled
 
@@ -59,6 +67,24 @@ def _is_hooked(which: str) -> bool:
     """Whether somebody, a profiler say, looks at each launch."""
     hook = getattr(runtime, f"launch_{which}_hook")
     return hook is not None and bool(getattr(hook, "calls", True))
+
+
+@triton.jit
+def one_kernel(out_ptr):
+    """The least that a GPU can run."""
+    tl.store(out_ptr, 1.0)
+
+
+@in_clean_state
+def missing_because() -> str | None:
+    """Why no kernel can run here, or None. One is compiled and launched: a driver that is not there, a GPU that Triton
+    does not know, or a C compiler that its launcher lacks shows then, and not in the middle of a training."""
+    try:
+        driver.active.get_current_target()
+        one_kernel[(1,)](torch.empty(1, device="cuda"))
+    except Exception as error:  # of whatever kind
+        return f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+    return None
 
 
 def on(tensor: Tensor) -> Any:

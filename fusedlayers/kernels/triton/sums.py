@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from ...utils.bounded_cache import BoundedCache
-from .fallback import or_reference
 from .launch import Launch, cdiv, next_power_of_2
 
 #: Partial sums that a program holds at a time, of at most ``CHANNELS`` channels: 128 bytes are read in a row.
@@ -52,7 +51,7 @@ def sums_kernel(
 
 
 class Sum(NamedTuple):
-    """What a gradient's kernel sums: one number for each channel, or one in all; and the dtype of the result."""
+    """A sum of a gradient's kernel: one number for each channel, or one in all; and the dtype of the result."""
 
     by_channel: bool
     dtype: torch.dtype
@@ -62,11 +61,6 @@ class Sum(NamedTuple):
         return cls(operand.numel() > 1, operand.dtype)
 
 
-def _by_torch(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Tensor:
-    return partial[..., : outer * channels].reshape(len(partial), -1, channels).sum(1).to(dtype)
-
-
-@or_reference(_by_torch)
 def add_up(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Tensor:
     """(sums, programs, outer x channels or more) -> (sums, channels), in ``dtype``. It is launched on the current
     device."""

@@ -185,7 +185,7 @@ def walk_of(matrix: Matrix, *, sums: bool) -> Walk:
 
 
 def constants_of(tensor: Tensor, matrix: Matrix, rows: int, columns: int) -> dict[str, Any]:
-    """What all kernels that walk in tiles are compiled for."""
+    """The constants of all kernels that walk in tiles."""
     is_folded = matrix.axis == "column" and matrix.columns != matrix.channels
     tile = {"ROWS": rows, "COLUMNS": columns, "INDEX": index_type(tensor)}
     return {"AXIS": matrix.axis, "FOLDED": is_folded, **tile, **OPTIONS}

@@ -1,4 +1,4 @@
-"""Bias and activation, gates, and the gradients of both on a GPU: one pass over memory each.
+"""Bias and activation, and the gradients of both on a GPU: one pass over memory each.
 
 Idea: a tensor is a matrix (``tiles.py``), and the bias runs along its channels.
 
@@ -23,11 +23,9 @@ from torch import Tensor
 from ...activations import Activation
 from ...utils.bounded_cache import BoundedCache
 from ...utils.layout import is_dense, laid_out_as
-from .. import reference
 from ..interface import GradientRequest
 from . import tiles
 from .codegen import device_function, pack
-from .fallback import or_reference
 from .launch import Launch, cdiv, on
 from .sums import Sum, each
 from .tiles import as_matrix, channel_of, constants_of, first_tile, next_tile, store_by_channel, tile_of, walk_of
@@ -42,7 +40,6 @@ def bias_act_kernel(
     z_ptr,
     b_ptr,
     residual_ptr,
-    up_ptr,
     operand_ptr,
     y_ptr,
     rows,
@@ -53,12 +50,11 @@ def bias_act_kernel(
     FOLDED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    HAS_UP: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """y = f(z + b + residual) up, tile by tile; y_ptr may be z_ptr."""
+    """y = f(z + b + residual), tile by tile; y_ptr may be z_ptr."""
     blocks = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // blocks).to(INDEX) * ROWS + tl.arange(0, ROWS)[:, None]
     column = (tl.program_id(0) % blocks).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -71,8 +67,6 @@ def bias_act_kernel(
     if HAS_RESIDUAL:
         z += tl.load(residual_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     y = FORWARD(z, operand_ptr, channel, channels)
-    if HAS_UP:
-        y *= tl.load(up_ptr + offset, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -94,7 +88,6 @@ def _written(sums, channels):
 def gradient_kernel(
     dy_ptr,
     saved_ptr,
-    up_ptr,
     operand_ptr,
     dz_ptr,
     partial_ptr,
@@ -103,16 +96,14 @@ def gradient_kernel(
     channels,
     steps,
     GRADIENT: tl.constexpr,
-    FORWARD: tl.constexpr,  # with up, that is: its gradient is written over it
     AXIS: tl.constexpr,
     FOLDED: tl.constexpr,
-    HAS_UP: tl.constexpr,
     SUMS: tl.constexpr,  # for each sum: of which result of GRADIENT, and whether there is one for each channel
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
 ):
-    """dz = dy up f' and other products, and their sums along the axis without channels; dz_ptr may be saved_ptr.
+    """dz = dy f' and other products, and their sums along the axis without channels; dz_ptr may be saved_ptr.
 
     A program walks ``steps`` tiles along that axis. A sum that is not by channel is written once for each program.
     """
@@ -126,11 +117,6 @@ def gradient_kernel(
         channel = channel_of(row, column, channels, AXIS, FOLDED)
         dy = tl.load(dy_ptr + offset, mask=inside, other=0.0).to(tl.float32)
         saved = tl.load(saved_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-        if HAS_UP:
-            up = tl.load(up_ptr + offset, mask=inside, other=0.0).to(tl.float32)
-            of_up = dy * FORWARD(saved, operand_ptr, channel, channels)
-            tl.store(up_ptr + offset, of_up.to(up_ptr.dtype.element_ty), mask=inside)
-            dy *= up
         products = GRADIENT(dy, saved, operand_ptr, channel, channels)
         tl.store(dz_ptr + offset, products[0].to(dz_ptr.dtype.element_ty), mask=inside)
         added = ()
@@ -156,7 +142,6 @@ _launches: BoundedCache[Launch] = BoundedCache(1024)
 _gradient_launches: BoundedCache[_GradientLaunch] = BoundedCache(1024)
 
 
-@or_reference(reference.bias_act)
 def bias_act(
     z: Tensor,
     b: Tensor | None,
@@ -171,17 +156,16 @@ def bias_act(
     """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
     format; b, and operands of more than one element, run along ``dim``."""
     forward = device_function(activation, "forward", given="output" if encode else "input", dtype=z.dtype)
-    return launch_forward(forward, z, b, residual, operands, dim, out)
+    return _forward(forward, z, b, residual, operands, dim, out)
 
 
-@or_reference(reference.inverse)
 def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
     """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
     function = device_function(activation, "inverse", given="output", dtype=y.dtype)
-    return launch_forward(function, y, None, None, (), -1, out)
+    return _forward(function, y, None, None, (), -1, out)
 
 
-def launch_forward(
+def _forward(
     function: Any,
     z: Tensor,
     b: Tensor | None,
@@ -189,38 +173,28 @@ def launch_forward(
     operands: Sequence[Tensor],
     dim: int,
     out: Tensor | None,
-    up: Tensor | None = None,
 ) -> Tensor:
-    """``function(z + b + residual, *operands) up``, in ``out`` or in a new buffer."""
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if y.numel() == 0:
         return y if out is None else out
     # All that the launch depends on, for that is kept. (The sizes of tiles are tests' to change.)
     has_channels = b is not None or _run(operands)
     key = (
-        *(
-            id(bias_act_kernel),
-            id(function),
-            tiles.TILE,
-            y.get_device(),
-            y.shape,
-            y.stride(),
-            y.dtype,
-            z.dtype,
-            dim,
-            has_channels,
-        ),
-        *(None if t is None else t.dtype for t in (b, residual, up)),
+        *(id(bias_act_kernel), id(function), tiles.TILE, y.get_device(), y.shape, y.stride(), y.dtype, z.dtype),
+        *(dim, has_channels, *(None if t is None else t.dtype for t in (b, residual))),
     )
     launch = _launches.get(key)
     if launch is None:
-        launch = _forward_launch(function, y, dim if has_channels else None, b, residual, up)
-        _launches.put(key, launch)
+        matrix = as_matrix(y, dim if has_channels else None)
+        rows, columns = tile_of(matrix)
+        grid = [cdiv(matrix.rows, rows) * cdiv(matrix.columns, columns)]
+        constants = constants_of(y, matrix, rows, columns)
+        constants |= {"FORWARD": function, "HAS_BIAS": b is not None, "HAS_RESIDUAL": residual is not None}
+        launch = _launches.put(key, Launch(bias_act_kernel, grid, matrix[:3], constants))
     with on(y):
         launch(
             laid_out_as(z, y), y if b is None else b.contiguous(),
-            y if residual is None else laid_out_as(residual, y), y if up is None else laid_out_as(up, y),
-            pack(operands, y), y,
+            y if residual is None else laid_out_as(residual, y), pack(operands, y), y,
         )  # fmt: skip
     if out is None or y is out:
         torch.autograd.graph.increment_version(y)
@@ -228,7 +202,6 @@ def launch_forward(
     return out.copy_(y)
 
 
-@or_reference(reference.gradient)
 def gradient(
     dy: Tensor,
     saved: Tensor,
@@ -240,66 +213,31 @@ def gradient(
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     dz = saved if request.overwrite and is_dense(saved) else torch.empty_like(saved)
+    needs = request.needs_operands
+    if not dz.numel():
+        db = dz.new_zeros(dz.shape[dim]) if request.needs_bias else None
+        return dz, db, *(torch.zeros_like(p) if need else None for p, need in zip(operands, needs, strict=True))
     wanted = [Sum(True, dz.dtype)] * request.needs_bias
-    wanted += [Sum.of(p) for p, need in zip(operands, request.needs_operands, strict=True) if need]
-    if dz.numel():
-        sums = iter(launch_gradient(dy, saved, dz, activation, operands, request, dim, wanted))
-    else:
-        sums = iter([dz.new_zeros(dz.shape[dim] if one.by_channel else 1, dtype=one.dtype) for one in wanted])
-    if dz is saved:
-        torch.autograd.graph.increment_version(dz)
-    return dz, *(next(sums) if need else None for need in (request.needs_bias, *request.needs_operands))
-
-
-def launch_gradient(
-    dy: Tensor,
-    saved: Tensor,
-    dz: Tensor,
-    activation: Activation,
-    operands: Sequence[Tensor],
-    request: GradientRequest,
-    dim: int,
-    wanted: Sequence[Sum],
-    up: Tensor | None = None,
-) -> list[Tensor]:
-    """Write dz, and the gradient of ``up`` over it; return the sums: of dz for a bias, then of the operands' shares."""
+    wanted += [Sum.of(p) for p, need in zip(operands, needs, strict=True) if need]
     # A saved input is the user's tensor: it may have gaps.
-    dy, saved = laid_out_as(dy, dz), laid_out_as(saved, dz)
+    dy, saved_alike = laid_out_as(dy, dz), laid_out_as(saved, dz)
+    function = device_function(activation, "gradient", given=request.saved, dtype=saved.dtype, needs=needs)
     has_channels = request.needs_bias or _run(operands)
-    function = device_function(
-        activation, "gradient", given=request.saved, dtype=saved.dtype, needs=request.needs_operands
-    )
-    forward = None if up is None else device_function(activation, "forward", given="input", dtype=saved.dtype)
     key = (
-        *(id(gradient_kernel), id(function), id(forward), tiles.TILE, tiles.PROGRAMS),
-        *(dz.get_device(), dz.shape, dz.stride(), dy.dtype, saved.dtype, dim, has_channels, request.needs_bias),
-        *wanted,
+        *(id(gradient_kernel), id(function), tiles.TILE, tiles.PROGRAMS, dz.get_device(), dz.shape, dz.stride()),
+        *(dy.dtype, saved.dtype, dim, has_channels, request.needs_bias, *wanted),
     )
     known = _gradient_launches.get(key)
     if known is None:
-        known = _gradient_launch(
-            function, forward, dz, dim if has_channels else None, wanted, first=0 if request.needs_bias else 1
-        )
+        known = _gradient_launch(function, dz, dim if has_channels else None, wanted, 0 if request.needs_bias else 1)
         _gradient_launches.put(key, known)
     partial = dz.new_empty(known.partial, dtype=torch.float32)
     with on(dz):
-        known.launch(dy, saved, dz if up is None else up, pack(operands, dz), dz, partial)
-        return each(wanted, partial, *known.runs)
-
-
-def _forward_launch(
-    function: Any, y: Tensor, dim: int | None, b: Tensor | None, residual: Tensor | None, up: Tensor | None
-) -> Launch:
-    matrix = as_matrix(y, dim)
-    rows, columns = tile_of(matrix)
-    constants = {
-        "FORWARD": function,
-        "HAS_BIAS": b is not None,
-        "HAS_RESIDUAL": residual is not None,
-        "HAS_UP": up is not None,
-        **constants_of(y, matrix, rows, columns),
-    }
-    return Launch(bias_act_kernel, [cdiv(matrix.rows, rows) * cdiv(matrix.columns, columns)], matrix[:3], constants)
+        known.launch(dy, saved_alike, pack(operands, dz), dz, partial)
+        sums = iter(each(wanted, partial, *known.runs))
+    if dz is saved:
+        torch.autograd.graph.increment_version(dz)
+    return dz, *(next(sums) if need else None for need in (request.needs_bias, *needs))
 
 
 class _GradientLaunch(NamedTuple):
@@ -310,20 +248,13 @@ class _GradientLaunch(NamedTuple):
     runs: tuple[int, int, int]
 
 
-def _gradient_launch(
-    function: Any, forward: Any, dz: Tensor, dim: int | None, wanted: Sequence[Sum], *, first: int
-) -> _GradientLaunch:
+def _gradient_launch(function: Any, dz: Tensor, dim: int | None, wanted: Sequence[Sum], first: int) -> _GradientLaunch:
+    """``first``: which of the function's results is summed first."""
     matrix = as_matrix(dz, dim)
     walk = walk_of(matrix, sums=bool(wanted))
     sums = tuple((i, one.by_channel) for i, one in enumerate(wanted, first))
     width = walk.across * _written(sums, walk.channels)
-    constants = {
-        "GRADIENT": function,
-        "FORWARD": forward,
-        "HAS_UP": forward is not None,
-        "SUMS": sums,
-        **constants_of(dz, matrix, walk.rows, walk.columns),
-    }
+    constants = {"GRADIENT": function, "SUMS": sums, **constants_of(dz, matrix, walk.rows, walk.columns)}
     launch = Launch(gradient_kernel, walk.grid, [*matrix[:3], walk.steps], constants)
     return _GradientLaunch(launch, (len(wanted), walk.along, width), (matrix.channels, walk.outer, walk.across))
 

@@ -1,10 +1,10 @@
 """Gates and their gradients on a GPU: one pass over memory each.
 
 Idea: the factors and gradients may be rows with gaps, the halves of one tensor, say, that a single layer has made. So
-each is a matrix with a stride between its rows, and one between its elements, and none is copied. Activations that read
-tensors (operands), and what is not such rows, are kernels' of ``triton_elementwise.py``.
+each is a matrix with a stride between its rows, and one between its elements, and none is copied.
 
-Cost: one read of each input and one write of each output.
+Cost: one read of each input and one write of each output. Limits: activations that read tensors (operands), and what is
+not such rows, take a launch for the activation and one for each product, and memory for these.
 """
 
 from __future__ import annotations
@@ -21,16 +21,12 @@ from torch.autograd.graph import increment_version
 
 from ...activations import Activation
 from ...utils.bounded_cache import BoundedCache
-from ...utils.layout import is_dense
-from .. import reference
 from ..interface import GradientRequest
 from . import tiles
 from .codegen import device_function
-from .fallback import or_reference
 from .launch import Launch, cdiv, on
-from .sums import Sum
 from .tiles import OPTIONS, Matrix, index_of, tile_of
-from .triton_elementwise import launch_forward, launch_gradient
+from .triton_elementwise import bias_act, gradient
 
 #: By what they depend on.
 _launches: BoundedCache[Launch] = BoundedCache(1024)
@@ -112,19 +108,16 @@ def _are_rows(*tensors: Tensor) -> bool:
     return True
 
 
-@or_reference(reference.gate)
 def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
     """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
-    function = device_function(activation, "forward", given="input", dtype=z.dtype)
     y = torch.empty_like(z) if out is None else out
     if operands or not _are_rows(z, up, y):
-        return launch_forward(function, z, None, None, operands, -1, out, up=up)
-    _run(gate_kernel, {"FORWARD": function}, z, up, y)
+        return bias_act(z, None, activation, operands, dim=-1, encode=False, out=y).mul_(up)
+    _run(gate_kernel, {"FORWARD": device_function(activation, "forward", given="input", dtype=z.dtype)}, z, up, y)
     increment_version(y)
     return y
 
 
-@or_reference(reference.gate_gradient)
 def gate_gradient(
     dy: Tensor,
     z: Tensor,
@@ -138,7 +131,12 @@ def gate_gradient(
     are contiguous."""
     of_z, of_up = out or (z, up)
     if operands or not _are_rows(dy, z, up, of_z, of_up):
-        return _dense_gradient(dy, z, up, activation, operands, needs, of_z, of_up)
+        products = bias_act(z, None, activation, operands, dim=-1, encode=False, out=None).mul_(dy), dy * up
+        request = GradientRequest("input", False, False, needs)
+        dz, _, *shares = gradient(products[1], z, activation, operands, request, dim=-1)
+        assert dz is not None
+        of_z.copy_(dz), of_up.copy_(products[0])
+        return shares
     functions = {
         "FORWARD": device_function(activation, "forward", given="input", dtype=z.dtype),
         "GRADIENT": device_function(activation, "gradient", given="input", dtype=z.dtype),
@@ -146,34 +144,6 @@ def gate_gradient(
     _run(gate_gradient_kernel, functions, dy, z, up, of_z, of_up)
     increment_version((of_z, of_up))
     return []
-
-
-def _dense_gradient(
-    dy: Tensor,
-    z: Tensor,
-    up: Tensor,
-    activation: Activation,
-    operands: Sequence[Tensor],
-    needs: tuple[bool, ...],
-    of_z: Tensor,
-    of_up: Tensor,
-) -> list[Tensor | None]:
-    """Write the gradients of z and up, which may be these; return those of the operands."""
-    if not of_z.numel():
-        return [torch.zeros_like(p) if need else None for p, need in zip(operands, needs, strict=True)]
-    dz, dup = of_z, of_up
-    if not (is_dense(of_z) and of_z.stride() == of_up.stride()):
-        dz, dup = (torch.empty_like(t, memory_format=torch.contiguous_format) for t in (of_z, of_up))
-    if dup is not up:
-        dup.copy_(up)  # the kernel reads it, and writes its gradient over it
-    wanted = [Sum.of(p) for p, need in zip(operands, needs, strict=True) if need]
-    request = GradientRequest("input", True, False, needs)
-    sums = iter(launch_gradient(dy, z, dz, activation, operands, request, -1, wanted, up=dup))
-    for computed, t in ((dz, of_z), (dup, of_up)):
-        if computed is not t:
-            t.copy_(computed)
-    increment_version((of_z, of_up))
-    return [next(sums) if need else None for need in needs]
 
 
 def _run(kernel: Any, functions: dict[str, Any], *tensors: Tensor) -> None:

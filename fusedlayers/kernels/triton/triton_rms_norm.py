@@ -18,8 +18,7 @@ from torch import Tensor
 
 from ...utils.bounded_cache import BoundedCache
 from .. import reference
-from ..rms_norm_options import RmsNormOptions
-from .fallback import or_reference
+from ..interface import RmsNormOptions
 from .launch import Launch, cdiv, next_power_of_2, on
 from .sums import add_up
 
@@ -98,7 +97,6 @@ def rms_norm_gradient_kernel(
         tl.store(partial_ptr + tl.program_id(0) * columns + column, dw, mask=inside)
 
 
-@or_reference(reference.rms_norm)
 def rms_norm(options: RmsNormOptions, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of contiguous x, and by how much each row was multiplied."""
     columns = x.shape[-1]
@@ -117,7 +115,6 @@ def rms_norm(options: RmsNormOptions, x: Tensor, w: Tensor | None) -> tuple[Tens
     return y, inverse_std
 
 
-@or_reference(reference.rms_norm_gradient)
 def rms_norm_gradient(
     options: RmsNormOptions, dy: Tensor, x: Tensor, w: Tensor | None, inverse_std: Tensor, *, needs_x: bool
 ) -> tuple[Tensor | None, Tensor | None]:

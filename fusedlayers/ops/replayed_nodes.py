@@ -1,7 +1,9 @@
-"""A gate, ``f(gate) * up``, in one node that saves its two factors; backward writes the gradients over them.
+"""Gates and RMS norms of fused models: nodes that save their inputs alone, and whose results a recipe replays.
 
-A product does not determine its factors, so these are saved. What multiplies the product by a weight needs it for the
-weight's gradient: a recipe computes it once more (``recipes/``).
+A product does not determine its factors, so a gate ``f(gate) * up`` saves these; backward writes the gradients over
+them. An RMS norm saves its input, which the layer before it saves anyway, and one number for each row; of modules that
+spell the norm out PyTorch saves six tensors of that size. Layers that read a result read a recipe (``recipes/``), which
+computes it again from what the node has saved.
 """
 
 from __future__ import annotations
@@ -14,9 +16,10 @@ from torch import Tensor
 from .._torch import Node
 from ..activations import Activation
 from ..kernels import Backend
+from ..kernels.interface import RmsNormOptions
 from ..utils.layout import is_dense
 from ..utils.profile_ranges import profile_range, range_name
-from .buffer_reuse import take_over
+from .saved_buffers import take_over
 from .second_derivatives import gradients_through, needs_composite
 
 
@@ -71,3 +74,38 @@ def can_gate(gate: Tensor, up: Tensor) -> bool:
     return gate.dim() > 0 and (
         (gate.stride() == up.stride() and is_dense(gate)) or torch.empty_like(gate).is_contiguous()
     )
+
+
+class RmsNorm(Node):
+    """``options(x, w)`` of x that has one row after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, options: RmsNormOptions, backend: Backend, x: Tensor, w: Tensor | None) -> Tensor:
+        x = x.contiguous()
+        y, inverse_std = backend.rms_norm(options, x, w)
+        ctx.save_for_backward(x, inverse_std, *(() if w is None else (w,)))
+        ctx.options, ctx.backend, ctx.version = options, backend, y._version
+        return y
+
+    @staticmethod
+    def replay(graph: Any, node: Any, result: Tensor | None) -> Any:
+        """For ``recipes/replays.py``: the function and operands of y."""
+        values = graph.saved_tensors(node)
+        if values is None:
+            return None
+        options, backend = node.options, node.backend
+        x, _, *w = values
+        return (lambda x, w=None: backend.rms_norm(options, x.contiguous(), w)[0]), (x, *w)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,) = grads
+        x, inverse_std, *weights = ctx.saved_tensors
+        w = weights[0] if weights else None
+        _, _, *needs = ctx.needs_input_grad
+        if needs_composite(dy):
+            return None, None, *gradients_through(ctx.options, (x, w), needs, dy)
+        dx, dw = ctx.backend.rms_norm_gradient(
+            ctx.options, dy.contiguous(), x.contiguous(), w, inverse_std, needs_x=needs[0]
+        )
+        return None, None, dx, dw.to(w.dtype) if w is not None and needs[1] else None
