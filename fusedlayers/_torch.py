@@ -57,7 +57,6 @@ __all__ = [
     "Node",
     "NormBase",
     "OpOverload",
-    "RecordFunction",
     "SavedTensor",
     "TorchDispatchMode",
     "autocast_is_active",
@@ -88,7 +87,6 @@ __all__ = [
     "never_compile",
     "parametrizations_are_cached",
     "pop_saved_tensors_hooks",
-    "profiler_is_active",
     "push_saved_tensors_hooks",
     "queue_callback",
     "refuses_hooks",
@@ -226,15 +224,11 @@ FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention
 #: The same on a CPU, of which it does not.
 CPU_FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-# --- devices and the profiler -----------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------------------------
 
 #: () -> None. Without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread that
 #: traced (pytorch#178950): called before on a thread that lasts, this makes it there.
 ensure_cuda_guard: Callable[[], None] = torch._C._ensureCUDADeviceGuardSet
-#: () -> bool: whether a profiler records this thread. ``record_function`` would take 20 us to find out that none does.
-profiler_is_active: Callable[[], bool] = torch._C._autograd._profiler_enabled
-#: Context that a profile shows as an event of the given name; it takes 1 us, where ``record_function`` takes 20.
-RecordFunction: Any = torch._C._profiler._RecordFunctionFast
 
 # --- compilers and tracers, some in modules that torch loads late -----------------------------------------------------
 

@@ -37,7 +37,6 @@ from .plan import Call, Plan, autocast_dtype, choose_save, describe_block, needs
 from .utils.bounded_cache import BoundedCache
 from .utils.compiled_checkpoint import compiled_checkpoint
 from .utils.formatting import whole_size_text
-from .utils.profile_ranges import profile_range, range_name
 
 #: Into how many chunks the rows of a block are cut, at most, where nobody says. What is hidden and needed for a moment
 #: only is made for one of them at a time, in two buffers, or three of a gated block.
@@ -219,7 +218,6 @@ def _chunks(call: BlockCall, block: Block) -> int:
 # --- the paths of a plan ----------------------------------------------------------------------------------------------
 
 
-@profile_range(lambda plan, call: range_name(call.options.function, plan.activation.name))
 def _whole_block(plan: Plan, call: BlockCall) -> Tensor:
     """In one node."""
     options, input, first, last, _, operands, _ = call

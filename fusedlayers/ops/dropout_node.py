@@ -18,7 +18,6 @@ from ..activations import Activation, upcast
 from ..kernels import Backend, reference
 from ..utils.isolation import in_clean_state
 from ..utils.layout import is_dense, laid_out_as
-from ..utils.profile_ranges import profile_range
 from ..utils.storages import is_plain
 from .buffer_reuse import take_over
 from .edits import expected_from_hooks, saved_output
@@ -45,7 +44,6 @@ class Mask(NamedTuple):
         return self.backend.drop_gradient(x, bits, self.factor)
 
 
-@profile_range(lambda *_: "dropout")
 def drop(x: Tensor, p: float, backend: Backend) -> Tensor:
     """``F.dropout(x, p)``."""
     y: Tensor = Dropout.apply(x, p, backend)
@@ -71,7 +69,6 @@ class Dropout(Node):
         return ctx.mask.apply(dy, bits), None, None
 
 
-@profile_range(lambda z, activation, *_: f"{activation.name}_dropout")
 def act_dropout(z: Tensor, activation: Activation, p: float, backend: Backend, overwrites: bool) -> Tensor:
     """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite."""
     place = place_of(z) if z.requires_grad else None

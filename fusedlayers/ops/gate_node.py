@@ -15,12 +15,10 @@ from .._torch import Node
 from ..activations import Activation
 from ..kernels import Backend
 from ..utils.layout import is_dense
-from ..utils.profile_ranges import profile_range, range_name
 from .buffer_reuse import take_over
 from .second_derivatives import gradients_through, needs_composite
 
 
-@profile_range(lambda activation, *_: range_name("gate", activation.name))
 def gate_act(activation: Activation, backend: Backend, gate: Tensor, up: Tensor, activated: Tensor) -> Tensor:
     """``activated * up``, where ``activated`` is ``activation(gate)``.
 
