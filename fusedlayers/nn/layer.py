@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from ..activations import DTYPES, Activation, must_call_reason, resolve
 from ..call import with_operands
 from ..plan import choose_save, describe
-from ..utils.torchscript import refuse_script
 from ..validation import check_save
 
 
@@ -19,7 +18,6 @@ class WithActivation(nn.Module):
 
     activation: object
     save: str
-    __prepare_scriptable__ = refuse_script
 
     def _example_shape(self) -> tuple[int, ...]:
         """A shape that the activation's results may have."""
