@@ -73,8 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
         with threads(arguments.threads):
             corpus = standard_library_bytes()
             console.print(describe(settings), soft_wrap=True)
-            with progress.shown() as on_stage:
-                outcomes = compare(settings, corpus, losses_to(on_stage, settings))
+            outcomes = compare(settings, corpus, losses_to(progress.shown(), settings))
             console.print(table(outcomes), LEGEND, sep="\n")
             plot(outcomes, describe(settings), arguments.out)
             console.print(f"picture: {arguments.out}", soft_wrap=True)

@@ -45,8 +45,8 @@ def fuse(
             random generators are put back.
         exact: whether PyTorch's own nodes compute everything, so that gradients are the same to the last bit.
         time: whether steps are timed too, with and without.
-        progress: True shows how far it has come and the time left, on stderr: in a terminal a line that is written
-            over, elsewhere one every 10 seconds. A function is told each stage, and which part of all is done.
+        progress: True writes how far it has come and the time left on stderr, every 10 seconds. A function is told each
+            stage, and which part of all is done.
 
     Returns:
         a report; with inputs, of the bytes that are saved for backward and of the peak, before and after.
@@ -76,8 +76,7 @@ def fuse(
         return FuseReport(type(model).__name__, exact, notes=notes)
     switches = (lambda: unfuse(model)), (lambda: _attach(model, exact))
     try:
-        with asked("fuse", progress) as on_stage:
-            found = measured(model, *arguments_from(inputs), time, switches, on_stage)
+        found = measured(model, *arguments_from(inputs), time, switches, asked("fuse", progress))
     except BaseException as error:
         unfuse(model)
         for patch in before:

@@ -65,8 +65,8 @@ def fit(
             has allocated at once, without parameters, their gradients and the states of an optimizer.
         loss: of the model's result, a scalar. By default the sum of the means of all tensors that require grad.
         plan_only: whether to change nothing.
-        progress: True shows how far it has come and the time left, on stderr: in a terminal a line that is written
-            over, elsewhere one every 10 seconds. A function is told each stage, and which part of all is done.
+        progress: True writes how far it has come and the time left on stderr, every 10 seconds. A function is told each
+            stage, and which part of all is done.
 
     Returns:
         a report: the blocks that are recomputed; bytes and the time of a step, predicted and measured.
@@ -90,32 +90,32 @@ def fit(
     """
     step = Step(model, *arguments_from(inputs), loss, function="fit")
     check_flag("fit", "plan_only", plan_only)
-    with asked("fit", progress) as on_stage:
-        budget = check_arguments(step, memory_budget_bytes, fraction, of)
-        check_uncompiled("fit", model)
-        before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
-        for patch in before:
-            patch.remove()
-        report, leaves = None, list[Tensor]()
-        try:
-            inputs = tensors_in((step.args, step.kwargs))
-            with unchanged([*model.modules()], inputs) as reset_random, eagerly():
-                on_stage("finding blocks", 0.0)
-                blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
-                with readable(step):
-                    together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
-                if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:
-                    raise ValueError("fit: the processes have different models; call it before the model is split")
-                with isolated_gradients(leaves):
-                    report = _choose(blocks, Training(step, of, reset_random), budget, on_stage)
-        finally:
-            if report is None or plan_only:
-                unfuse(model)
-                for patch in before:
-                    patch.attach()
-        if not plan_only:
-            blocks.save([block for block in blocks if block.path in report.saved_once])
-        on_stage("done", 1.0)
+    on_stage = asked("fit", progress)
+    budget = check_arguments(step, memory_budget_bytes, fraction, of)
+    check_uncompiled("fit", model)
+    before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
+    for patch in before:
+        patch.remove()
+    report, leaves = None, list[Tensor]()
+    try:
+        inputs = tensors_in((step.args, step.kwargs))
+        with unchanged([*model.modules()], inputs) as reset_random, eagerly():
+            on_stage("finding blocks", 0.0)
+            blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
+            with readable(step):
+                together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
+            if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:
+                raise ValueError("fit: the processes have different models; call it before the model is split")
+            with isolated_gradients(leaves):
+                report = _choose(blocks, Training(step, of, reset_random), budget, on_stage)
+    finally:
+        if report is None or plan_only:
+            unfuse(model)
+            for patch in before:
+                patch.attach()
+    if not plan_only:
+        blocks.save([block for block in blocks if block.path in report.saved_once])
+    on_stage("done", 1.0)
     return report
 
 

@@ -125,7 +125,8 @@ def fit_compiled(
     if "backend" in options:
         raise ValueError("fit_compiled: the backend is the report's; give it the other options of torch.compile")
     tensors = [*tensors_in((step.args, step.kwargs))]
-    with asked("fit_compiled", progress) as on_stage, unchanged([*model.modules()], tensors) as reset:
+    on_stage = asked("fit_compiled", progress)
+    with unchanged([*model.modules()], tensors) as reset:
         run = _Run(model)
         training = Training(replace(step, model=run), of, reset)
         tried: dict[float, int] = {}
