@@ -23,7 +23,7 @@ from .kernels import GradientRequest, gpu_settings
 from .kernels.cpu import build
 
 #: What works without them too.
-OPTIONAL = ("triton", "rich", "matplotlib", "scikit-learn", "transformers", "accelerate", "lightning")
+OPTIONAL = ("triton", "matplotlib", "scikit-learn", "transformers", "accelerate", "lightning")
 #: How far gelu's derivative may be off. By the loops it is 2e-5, where the function is flattest.
 TOLERANCE = 1e-3
 

@@ -215,10 +215,8 @@ def test_it_works_on_cpus_without_importing_triton() -> None:
 HEAVY = (
     "triton",
     "matplotlib",
-    "rich",
     "numpy",
     "sympy",
-    "einops",
     "torch._dynamo",
     "torch._inductor",
     "torch.onnx",

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ..memory import peak_bytes, saved_bytes
 from ..recipes.fuse import fuse
-from .corpus import batches
-from .model import ByteTransformer
+from .model import ByteTransformer, batches
 
 NO_LIMIT = 2**31 - 1
 
