@@ -1,21 +1,16 @@
 """The command line: what it accepts, what it refuses, and how it says so."""
 
-import contextlib
-import os
 import pkgutil
-import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import fusedlayers as fl
-from fusedlayers import cli
-from fusedlayers.cli import main
+from fusedlayers.__main__ import main
 from fusedlayers.demo import command as demo
 from fusedlayers.demo.model import ACTIVATIONS
 
@@ -110,25 +105,3 @@ def test_a_run_that_fails_says_why(
     monkeypatch.setattr(demo, "compare", raising(error))
     assert main(["demo", "--batch", "3", "--out", str(tmp_path / "demo.png")]) == code
     assert expected in capsys.readouterr().err.splitlines()[-1]
-
-
-# --- broken pipes -----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def unread() -> Iterator[None]:
-    """stdout is a pipe that nobody reads. Closing it flushes, as Python does when it exits."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as stdout, contextlib.redirect_stdout(stdout):
-        yield
-
-
-@pytest.mark.parametrize("size", [10, 100_000])  # what is buffered, and what is written at once
-def test_nobody_reads_what_a_command_prints(
-    size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "_run", lambda argv: print("x" * size) or 0)
-    with unread():
-        assert main([]) == cli.BROKEN_PIPE == 128 + signal.SIGPIPE
-    assert capsys.readouterr() == ("", "")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fusedlayers.cli import main
+from fusedlayers.__main__ import main
 from fusedlayers.demo.command import COLORS, MIB, Outcomes, plot, table
 from fusedlayers.demo.model import batches, standard_library_bytes
 from fusedlayers.demo.training import Outcome, Settings, compare, trainers
