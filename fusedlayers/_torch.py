@@ -62,13 +62,13 @@ __all__ = [
     "autocast_is_active",
     "backward_pass",
     "batch_norm_with_statistics",
+    "compiled_checkpoint",
     "core_decompositions",
     "current_function_mode",
     "decompositions_of",
     "disable_dynamo",
     "dispatch_mode_at",
     "dispatch_mode_count",
-    "dynamo_is_in_checkpoint",
     "dynamo_is_loaded",
     "elementwise_dtypes",
     "ensure_cuda_guard",
@@ -281,9 +281,9 @@ def never_compile(module: str) -> None:
     sys.modules["torch._dynamo"].trace_rules.add(module)
 
 
-def dynamo_is_in_checkpoint() -> bool:
-    """Whether what dynamo reads lies in a ``torch.utils.checkpoint``. Dynamo calls this, and takes the result for a
-    constant."""
+def _dynamo_is_in_checkpoint() -> bool:
+    """Whether code that dynamo reads lies in a ``torch.utils.checkpoint``. Dynamo calls this, and takes the result for
+    a constant."""
     tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output.current_tracer
     while tracer is not None and str(tracer.source_target) != "tag_activation_checkpoint":
         tracer = tracer.parent
@@ -291,7 +291,18 @@ def dynamo_is_in_checkpoint() -> bool:
 
 
 # As ``torch.compiler.assume_constant_result`` does, which would import dynamo.
-dynamo_is_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_dynamo_is_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
+#: Of a checkpoint within another one the compiler of torch 2.11 keeps the inputs.
+_KEEPS_INPUTS_WITHIN = torch.__version__ < "2.12"
+
+
+def compiled_checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``checkpoint(function, *args, use_reentrant=False, **options)`` in code that dynamo reads. Where it would keep
+    inputs because another one is around it, the function itself, which that one recomputes unless it is selective."""
+    if _KEEPS_INPUTS_WITHIN and torch.compiler.is_dynamo_compiling() and _dynamo_is_in_checkpoint():
+        options.pop("context_fn", None)
+        return function(*args, **options)
+    return checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
 
 
 def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

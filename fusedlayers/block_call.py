@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from . import kernels, sizes, validation
 from ._torch import (
     autocast_is_active,
+    compiled_checkpoint,
     dispatch_mode_count,
     forward_ad_level,
     functorch_is_active,
@@ -34,8 +35,7 @@ from .ops.autocast import shared_cast
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
 from .ops.mlp_node import MLP
 from .plan import Call, Plan, autocast_dtype, choose_save, describe_block, needs_gradient, plain
-from .utils.bounded_cache import BoundedCache
-from .utils.compiled_checkpoint import compiled_checkpoint
+from .utils.caching import BoundedCache
 from .utils.formatting import whole_size_text
 
 #: Into how many chunks the rows of a block are cut, at most, where nobody says. What is hidden and needed for a moment

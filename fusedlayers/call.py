@@ -24,6 +24,7 @@ from ._torch import (
     PROXY_MODE,
     SELECTIVE_CHECKPOINT_MODES,
     autocast_is_active,
+    compiled_checkpoint,
     dispatch_mode_at,
     dispatch_mode_count,
     forward_ad_level,
@@ -42,8 +43,7 @@ from .ops.dropout_node import act_dropout, drop, has_torchs_mask, serves
 from .ops.edits import is_under_checkpoint
 from .ops.pointwise import BiasAct, Origin, place_of
 from .plan import Call, Plan, autocast_dtype, decide, needs_gradient
-from .utils.bounded_cache import BoundedCache
-from .utils.compiled_checkpoint import compiled_checkpoint
+from .utils.caching import BoundedCache
 
 #: Why a call under a checkpoint that writes over its input is left to PyTorch. It may run with a copy the second time,
 #: by hooks around it, and the writes to a copy are counted from 0: no number tells whether the output was edited.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._torch import graph_is_kept, storage_use_count
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 
 
 def take_over(ctx: Any, saved: list[Tensor]) -> list[bool]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from .._torch import Node
 from ..activations import Activation, upcast
 from ..kernels import Backend, reference
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 from ..utils.layout import is_dense, laid_out_as
 from ..utils.storages import is_plain
 from .buffer_reuse import take_over

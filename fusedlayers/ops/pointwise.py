@@ -23,7 +23,7 @@ from .._torch import Node, unsafe_view
 from ..activations import upcast
 from ..kernels import GradientRequest
 from ..kernels.operations import Recompute
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 from ..utils.layout import along, operand_along, sum_along
 from .buffer_reuse import take_over
 from .edits import expected_from_hooks, saved_output

@@ -18,7 +18,7 @@ from ..memory import saved_bytes
 from ..nn.layer import WithActivation
 from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..sizes import SMALL_BYTES
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 
 #: Inputs that derivatives are compared on: fewer of 16 bits would be left to PyTorch.
 COUNT = SMALL_BYTES // 2

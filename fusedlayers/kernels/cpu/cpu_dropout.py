@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...derivative.features import Fold
-from ...utils.isolation import in_clean_state
+from ...utils.caching import in_clean_state
 from ...utils.storages import is_plain
 from .. import reference
 from . import loops

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...utils.isolation import in_clean_state
+from ...utils.caching import in_clean_state
 
 #: Four places within an interval, from 0 to 1, not at its ends: what is fitted may jump there.
 PLACES = 0.5 - 0.49 * torch.tensor([math.cos(k * math.pi / 8) for k in (1, 3, 5, 7)], dtype=torch.float64)

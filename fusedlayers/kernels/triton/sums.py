@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...utils.bounded_cache import BoundedCache
+from ...utils.caching import BoundedCache
 from .fallback import or_reference
 from .launch import Launch, cdiv, next_power_of_2
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ...activations import Activation
-from ...utils.bounded_cache import BoundedCache
+from ...utils.caching import BoundedCache
 from ...utils.layout import is_dense
 from .. import reference
 from ..interface import GradientRequest

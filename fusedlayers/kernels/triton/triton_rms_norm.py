@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...utils.bounded_cache import BoundedCache
+from ...utils.caching import BoundedCache
 from .. import reference
 from ..rms_norm_options import RmsNormOptions
 from .fallback import or_reference
