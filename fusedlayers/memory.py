@@ -11,7 +11,7 @@ Python threads allocate on the CPU, and saved tensors of a compressed sparse or 
 import gc
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks
 from .ops.edits import unedited
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
-from .utils.storages import storages_of, strided_parts, tensors_in
+from .utils.storages import sizes_of, strided_parts, tensors_in
 
 __all__ = ["peak_bytes", "saved_bytes"]
 
@@ -76,7 +76,7 @@ def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     given = list(tensors_in((function, args)))
     ledger = _Ledger(given, excluded)
     try:
-        with _hooked(ledger):
+        with torch.autograd.graph.saved_tensors_hooks(*map(_not_compiled, (ledger.pack, ledger.unpack))):
             result = function(*args)
         return Count(ledger.total_bytes(result), refused_hooks=False)
     except RuntimeError as error:
@@ -84,10 +84,6 @@ def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
             raise
     # Here, where no traceback holds what the first call has made.
     return Count(_Ledger(given, excluded).total_bytes(function(*args), saved_by), refused_hooks=True)
-
-
-def _hooked(ledger: "_Ledger") -> AbstractContextManager[Any]:
-    return torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack))
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,7 +124,7 @@ class _Ledger:
         self._holders: dict[int, int] = {}  # storage address -> how many saved tensors keep it alive
         self._bytes: dict[int, int] = {}  # the same keys -> what the storage counts for
         self._limits: dict[int, int] = {}
-        self._left_out = _keys_of(excluded)
+        self._left_out = set(sizes_of(excluded))
         self._live_bytes = 0
         self._most_bytes = 0
         for tensor in given:
@@ -137,7 +133,7 @@ class _Ledger:
     def _limit(self, tensor: Tensor) -> None:
         """Count the storage of this argument for no more than the arguments' own extent."""
         if _is_parameter(tensor):
-            self._left_out |= _keys_of([tensor])
+            self._left_out |= sizes_of([tensor]).keys()
         for part in strided_parts(tensor):
             extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
             key = part.untyped_storage()._cdata
@@ -164,7 +160,7 @@ class _Ledger:
         each node holds without hooks."""
         nodes = nodes_of(tensors_in(result))
         # Compiled code saves detached views, whose base is not known to be a parameter.
-        leaf_keys = _keys_of(leaves_of(nodes))
+        leaf_keys = sizes_of(leaves_of(nodes)).keys()
         parameter_bytes = sum(self._bytes.get(key, 0) for key in leaf_keys)
         self._left_out |= leaf_keys
         for tensor in _past_hooks(nodes, held_by):
@@ -192,10 +188,6 @@ def _past_hooks(nodes: Sequence[Any], held_by: Callable[[Any], Iterable[Tensor]]
     """What nodes hold that hooks do not get: attributes of contexts, and what checkpoints recompute from."""
     held = [tensor for node in nodes for tensor in held_by(node)]
     return held + [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
-
-
-def _keys_of(tensors: Iterable[Tensor]) -> set[int]:
-    return {storage._cdata for storage in storages_of(tensors)}
 
 
 class _Saved:

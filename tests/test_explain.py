@@ -220,10 +220,7 @@ def test_errors(activation: str) -> None:
         error = (slope.double() - exact).norm() / exact.norm()
         # Other random numbers from the same distribution.
         assert 0.8 * float(error) <= errors.rms <= 1.25 * float(error)
-        floor = (exact.to(dtype).double() - exact).norm() / exact.norm()
-        assert 0.8 * float(floor) <= errors.floor_rms <= 1.25 * float(floor)
-        rms = float(exact.square().mean().sqrt())
-        assert errors.floor_rms <= 1.01 * errors.rms and errors.rms <= errors.largest / rms
+        assert errors.rms <= errors.largest / float(exact.square().mean().sqrt())
 
 
 def test_infinite_derivatives_do_not_count() -> None:
@@ -239,8 +236,8 @@ def test_the_report_is_a_table() -> None:
     report: Any = fl.explain(lambda z: torch.tanh(z) + 5)
     lines = str(report).splitlines()
     header, *rows = lines[3:7]
-    assert [header.count(word) for word in ("eager", "here", "rounding")] == [3, 3, 1]
-    starts = [header.index("bytes"), header.index("rms error"), header.index("rounding"), header.index("largest")]
+    assert [header.count(word) for word in ("eager", "here")] == [3, 3] and len(header) <= 100
+    starts = [header.index("bytes"), header.index("rms error"), header.index("largest")]
     for row, dtype in zip(rows, NAMES, strict=True):
         assert row.startswith(f"  {dtype} ")
         assert all(row[start - 1] == " " != row[start] for start in starts)

@@ -10,7 +10,7 @@ import torch
 
 from ..utils import progress
 from ..utils.formatting import counted_lines
-from ..utils.plotting import EAGER, FONT, HERE, INK, legend, new_figure, style
+from ..utils.report import EAGER, FONT, HERE, INK, legend, new_figure, style
 from .model import ACTIVATIONS, standard_library_bytes
 from .training import Outcome, Settings, compare, seconds_spent
 

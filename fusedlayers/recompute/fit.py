@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 from ..recipes.fuse import unfuse
 from ..recipes.patch import patch_of
-from ..reports.step import Step
-from ..reports.timing import telling
-from ..utils.example import arguments_from, check_uncompiled, eagerly, evaluation_notes
+from ..reports.step import Step, telling
+from ..utils.example import arguments_from, check_flag, check_uncompiled, eagerly, evaluation_notes
 from ..utils.formatting import path_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked, within
-from ..utils.refusals import check_flag
 from ..utils.storages import tensors_in
 from .blocks import Block, Blocks
-from .budget import Budget, check_arguments, readable, unmet
+from .budget import Budget, check_arguments, unmet
 from .fit_report import FitReport
 from .plans import measured
 from .steps import Measurement, Of, Training, everyone, together
@@ -102,7 +100,7 @@ def fit(
         with unchanged([*model.modules()], inputs) as reset_random, eagerly():
             on_stage("finding blocks", 0.0)
             blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
-            with readable(step):
+            with step.readable():
                 together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
             if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:
                 raise ValueError("fit: the processes have different models; call it before the model is split")
@@ -135,7 +133,7 @@ def _choose(blocks: Blocks, training: Training, budget: Budget, on_stage: OnStag
         except torch.OutOfMemoryError:
             return None
 
-    with readable(training.step):
+    with training.step.readable():
         sizes = together(as_it_was)
     eager_bytes = None if None in sizes else max(size or 0 for size in sizes)
     if eager_bytes is None:
@@ -148,7 +146,7 @@ def _choose(blocks: Blocks, training: Training, budget: Budget, on_stage: OnStag
         blocks.save(saved)
         return max(together(training.bytes))
 
-    with readable(training.step, "with its blocks recomputed"):
+    with training.step.readable("with its blocks recomputed"):
         least = bytes_with(())
         if least > allowed:
             but = "; ".join(f"{path_text(paths)}: {reason}" for reason, paths in blocks.skipped.items())

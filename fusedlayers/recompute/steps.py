@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..memory import count_saved, device_of, peak_bytes
-from ..reports.step import Step
-from ..reports.timing import step_times
+from ..reports.step import Step, step_times
 from ..utils.formatting import first_line
 from ..utils.module_state import isolated_gradients
 from ..utils.storages import trained_in

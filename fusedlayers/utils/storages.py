@@ -25,14 +25,10 @@ def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor._indices(), tensor._values())
 
 
-def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """The storages of the tensors, once for each that lies in one."""
-    return (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
-
-
 def sizes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The bytes of the tensors' storages, by address."""
-    return {storage._cdata: storage.nbytes() for storage in storages_of(tensors)}
+    storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def has_data(tensor: Tensor) -> bool:
