@@ -36,7 +36,7 @@ from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
 from .ops.mlp_node import MLP
 from .plan import Call, Plan, autocast_dtype, choose_save, describe_block, needs_gradient, plain
 from .utils.caching import BoundedCache
-from .utils.formatting import whole_size_text
+from .utils.formatting import size_text
 
 #: Into how many chunks the rows of a block are cut, at most, where nobody says. What is hidden and needed for a moment
 #: only is made for one of them at a time, in two buffers, or three of a gated block.
@@ -112,7 +112,7 @@ def _facts(call: BlockCall, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], st
         facts += (None,) if t is None else (t.dtype, t.is_cpu or t.device, None if t is x else t.shape)
     if options.save == "auto" and rows * hidden * x.itemsize < small_bytes:
         # PyTorch computes it, whatever needs gradients and whoever follows.
-        reason = f"hidden layers of less than {whole_size_text(small_bytes)} are left to PyTorch"
+        reason = f"hidden layers of less than {size_text(small_bytes)} are left to PyTorch"
         return (*facts, activation.fallback_reason), reason, call
     is_followed = functorch_is_active() or forward_ad_level() >= 0 or dispatch_mode_count()
     because = followed_by() if is_followed else None

@@ -10,9 +10,12 @@ Python threads allocate on the CPU, and saved tensors of a compressed sparse or 
 
 import gc
 import os
+import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,25 +55,6 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
         >>> fusedlayers.memory.saved_bytes(lambda x: (2 * x).relu(), x)  # relu keeps its output: 4 * 8 * 4 bytes
         128
     """
-    return count_saved(function, *args, exclude=exclude).bytes
-
-
-class Count(NamedTuple):
-    """What ``saved_bytes`` returns, and whether the function refused hooks, so that the graph alone was read."""
-
-    bytes: int
-    refused_hooks: bool
-
-
-#: What to know of the bytes then.
-OF_GRAPH = (
-    "The model refuses saved-tensor hooks, as torch.func does. Its bytes are those that its graph shows, which lack "
-    "what TorchScript, C++ extensions and writes over views in place save."
-)
-
-
-def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> Count:
-    """``saved_bytes``, and how it was counted."""
     # Held in a list until the end: an address identifies a storage only while that storage is alive.
     excluded = list(tensors_in(list(exclude) if isinstance(exclude, Iterator | Set) else exclude))
     given = list(tensors_in((function, args)))
@@ -78,12 +62,17 @@ def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     try:
         with torch.autograd.graph.saved_tensors_hooks(*map(_not_compiled, (ledger.pack, ledger.unpack))):
             result = function(*args)
-        return Count(ledger.total_bytes(result), refused_hooks=False)
+        return ledger.total_bytes(result)
     except RuntimeError as error:
         if not refuses_hooks(error):
             raise
     # Here, where no traceback holds what the first call has made.
-    return Count(_Ledger(given, excluded).total_bytes(function(*args), saved_by), refused_hooks=True)
+    warnings.warn(
+        "saved_bytes: the function refuses saved-tensor hooks, as torch.func does; its bytes are those that its graph "
+        "shows, which lack what TorchScript, C++ extensions and writes over views in place save",
+        stacklevel=2,
+    )
+    return _Ledger(given, excluded).total_bytes(function(*args), saved_by)
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -118,91 +107,56 @@ def peak_bytes(function: Callable[..., Any], *args: Any, device: torch.device | 
 
 
 class _Ledger:
-    """The storages that graphs hold right now, and the most bytes they held where a backward pass read them."""
+    """The tensors that graphs have saved, and the most bytes that these held where a backward pass began."""
 
-    def __init__(self, given: Iterable[Tensor], excluded: Iterable[Tensor]) -> None:
-        self._holders: dict[int, int] = {}  # storage address -> how many saved tensors keep it alive
-        self._bytes: dict[int, int] = {}  # the same keys -> what the storage counts for
-        self._limits: dict[int, int] = {}
-        self._left_out = set(sizes_of(excluded))
-        self._live_bytes = 0
-        self._most_bytes = 0
-        for tensor in given:
-            self._limit(tensor)
-
-    def _limit(self, tensor: Tensor) -> None:
-        """Count the storage of this argument for no more than the arguments' own extent."""
-        if _is_parameter(tensor):
-            self._left_out |= sizes_of([tensor]).keys()
-        for part in strided_parts(tensor):
+    def __init__(self, given: Sequence[Tensor], excluded: Sequence[Tensor]) -> None:
+        self._saved: list[weakref.ref[_Saved]] = []
+        self._pass, self._most_bytes = -1, 0
+        self._left_out = set(sizes_of([*excluded, *filter(_is_parameter, given)]))
+        #: A storage that came in with arguments counts for no more than their own extents.
+        self._limits: dict[int, int] = defaultdict(int)
+        for part in (part for tensor in given for part in strided_parts(tensor)):
             extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-            key = part.untyped_storage()._cdata
-            self._limits[key] = self._limits.get(key, 0) + (extent * part.element_size() if part.numel() else 0)
+            self._limits[part.untyped_storage()._cdata] += extent * part.element_size() if part.numel() else 0
 
     def pack(self, tensor: Tensor) -> "_Saved":
-        keys = () if _is_of_parameter(tensor) else tuple(self._hold(part) for part in strided_parts(tensor))
-        return _Saved(tensor, keys, self)
+        saved = _Saved(tensor)
+        if not _is_of_parameter(tensor):
+            self._saved.append(weakref.ref(saved))
+        return saved
 
     def unpack(self, saved: "_Saved") -> Tensor:
-        if backward_pass() != -1:
-            self._note()
+        if (current := backward_pass()) not in (-1, self._pass):
+            self._pass = current
+            self._most_bytes = max(self._most_bytes, self._bytes())
         return unedited((saved.tensor, saved.version))
-
-    def release(self, saved: "_Saved") -> None:
-        for key in saved.keys:
-            self._holders[key] -= 1
-            if self._holders[key] == 0:  # the address may be reused
-                del self._holders[key]
-                self._live_bytes -= self._bytes.pop(key)
 
     def total_bytes(self, result: Any, held_by: Callable[[Any], Iterable[Tensor]] = attributes_of) -> int:
         """Return the largest number, corrected by what only the finished graph of ``result`` shows: leaves, and what
-        each node holds without hooks."""
+        each node holds past hooks: attributes of contexts, and what checkpoints recompute from."""
         nodes = nodes_of(tensors_in(result))
         # Compiled code saves detached views, whose base is not known to be a parameter.
-        leaf_keys = sizes_of(leaves_of(nodes)).keys()
-        parameter_bytes = sum(self._bytes.get(key, 0) for key in leaf_keys)
-        self._left_out |= leaf_keys
-        for tensor in _past_hooks(nodes, held_by):
-            if not _is_of_parameter(tensor):
-                for part in strided_parts(tensor):
-                    self._hold(part)
-        self._note()
-        return self._most_bytes - parameter_bytes
+        self._left_out |= sizes_of(leaves_of(nodes)).keys()
+        held = [tensor for node in nodes for tensor in held_by(node)]
+        held += [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
+        return max(self._most_bytes, self._bytes([tensor for tensor in held if not _is_of_parameter(tensor)]))
 
-    def _note(self) -> None:
-        self._most_bytes = max(self._most_bytes, self._live_bytes)
-
-    def _hold(self, part: Tensor) -> int:
-        storage = part.untyped_storage()
-        key: int = storage._cdata
-        self._holders[key] = self._holders.get(key, 0) + 1
-        if key not in self._bytes:
-            nbytes = 0 if key in self._left_out else storage.nbytes()
-            self._bytes[key] = min(nbytes, self._limits.get(key, nbytes))
-            self._live_bytes += self._bytes[key]
-        return key
-
-
-def _past_hooks(nodes: Sequence[Any], held_by: Callable[[Any], Iterable[Tensor]]) -> list[Tensor]:
-    """What nodes hold that hooks do not get: attributes of contexts, and what checkpoints recompute from."""
-    held = [tensor for node in nodes for tensor in held_by(node)]
-    return held + [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
+    def _bytes(self, others: Sequence[Tensor] = ()) -> int:
+        """The bytes of the storages that graphs, which free what they have saved, and other tensors hold now."""
+        alive = [saved.tensor for ref in self._saved if (saved := ref()) is not None]
+        sizes = sizes_of([*alive, *others])
+        return sum(min(size, self._limits.get(key, size)) for key, size in sizes.items() if key not in self._left_out)
 
 
 class _Saved:
     """What the graph holds in place of a saved tensor; it lives exactly as long as the node holds it."""
 
-    __slots__ = ("keys", "ledger", "tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, keys: tuple[int, ...], ledger: _Ledger) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         # Detached: a saved output would otherwise reference the node that holds it, a cycle and a leak.
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.keys, self.ledger = keys, ledger
-
-    def __del__(self) -> None:
-        self.ledger.release(self)
 
 
 def _is_parameter(tensor: Tensor) -> bool:

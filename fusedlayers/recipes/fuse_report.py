@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..memory import OF_GRAPH, count_saved, device_of, peak_bytes
+from ..memory import device_of, peak_bytes, saved_bytes
 from ..reports.module_tracker import ModuleTracker
 from ..reports.step import Step, no_gradient_because, step_times, tensors_of
 from ..utils.example import eagerly, evaluation_notes
@@ -130,12 +130,10 @@ def measured(
 
         def bytes_and_peak() -> tuple[int, int]:
             reset_random()
-            counted = count_saved(step.forward, exclude=[buffers, args, kwargs])
-            if counted.refused_hooks and OF_GRAPH not in notes:
-                notes.append(OF_GRAPH)
+            saved = saved_bytes(step.forward, exclude=[buffers, args, kwargs])
             reset_random()
             with isolated_gradients(leaves, zeros=True):
-                return counted.bytes, peak_bytes(step.run, device=device_of((model, args, kwargs)))
+                return saved, peak_bytes(step.run, device=device_of((model, args, kwargs)))
 
         before = bytes_and_peak()
         on_stage("measuring the fused model", 0.3)

@@ -29,11 +29,6 @@ def budget_text(size: int) -> str:
     return size_text(size) + ("" if power is None else f" ({size // 10**power} {'GB' if power == 9 else 'MB'})")
 
 
-def whole_size_text(size: int) -> str:
-    """A limit in whole units: "128 KiB", "1 MiB"."""
-    return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 2**10:g} KiB"
-
-
 def size_from(text: str) -> int:
     """The bytes that "8GiB", "1.5 MB" or "4096" say.
 
