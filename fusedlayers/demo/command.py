@@ -17,7 +17,7 @@ from .training import Outcome, Settings, compare, seconds_spent
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 #: Training ends after so many seconds, if nobody says how many steps there are: on a busy machine too, the result is
 #: there within a minute.
 SECONDS = 40
@@ -54,12 +54,9 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     known = f"{', '.join(ACTIVATIONS)} (default: gelu)"
     parser.add_argument("--activation", choices=ACTIVATIONS, default="gelu", metavar="NAME", help=known)
     parser.add_argument("--device", choices=DEFAULTS, help="(default: cuda if there is one)")
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="16-bit ones run as autocast over float32 parameters; float16 on cuda"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="bfloat16 is autocast over float32 parameters")
     for name, text in (
-        ("steps", "training steps of each variant"),
-        ("seconds", f"train for so long at most (default: {SECONDS}, without --steps)"),
+        ("steps", f"training steps of each variant (without it, at most {SECONDS} seconds)"),
         ("batch", "excerpts a step"),
         ("context", "bytes in an excerpt"),
         ("width", "of the residual stream; a multiple of 4"),
@@ -95,16 +92,14 @@ def settings_from(arguments: argparse.Namespace) -> Settings:
     where = torch.device(arguments.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     options: dict[str, Any] = {name: getattr(arguments, name) or value for name, value in DEFAULTS[where.type].items()}
     options["dtype"] = DTYPES[options["dtype"]]
-    if arguments.seconds is not None or arguments.steps is None:
-        options["seconds"] = arguments.seconds or SECONDS
+    if arguments.steps is None:
+        options["seconds"] = SECONDS
     if where.type == "cuda" and not torch.cuda.is_available():
         arguments.error("--device cuda: torch finds no GPU; use --device cpu")
     if options["width"] % 4:
         arguments.error(f"--width {options['width']}: expected a multiple of 4, for four heads")
     if arguments.out.suffix != ".png" or not arguments.out.parent.is_dir():
         arguments.error(f"--out {arguments.out}: expected a name that ends in .png, in a folder that exists")
-    if where.type == "cpu" and options["dtype"] == torch.float16:
-        arguments.error("--dtype float16 trains on cuda only; use float32 or bfloat16 with --device cpu")
     return Settings(device=where, activation=arguments.activation, seed=arguments.seed, **options)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ..memory import device_of, is_allocation, profile_events
+from ..memory import device_of, peak_of, profile_events
 from ..utils.autograd_graph import hides_what_it_saves, nodes_of
 from ..utils.example import arguments_from, check_instance
 from ..utils.formatting import counted_lines, path_text, shortened, size_text, unit_for
@@ -213,12 +213,7 @@ def _measured(
 
 def _peak_in(events: Sequence[Any], device: torch.device, tracker: ModuleTracker) -> tuple[int, str]:
     """The most that was allocated at once, and when: the pass, and the operator, for which node or module."""
-    live = most = time = 0
-    for event in events:
-        if is_allocation(event, device):
-            live += event.nbytes()
-            if live > most:
-                most, time = live, event.start_ns()
+    most, time = peak_of(events, device)
     begun = [event for event in events if event.name() != "[memory]" and event.start_ns() <= time]
     running = [event for event in begun if event.end_ns() >= time]
     operator = next((e.name() for e in reversed(running) if not e.name().startswith(_INNER)), "")
