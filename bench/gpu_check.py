@@ -90,10 +90,10 @@ def main(options: argparse.Namespace) -> int:
     check = Check(options.out.resolve(), options.fake)
     todo = {name: s * options.scale for name, s in items.items() if not options.only or name in options.only}
     done = [*accumulate(todo.values(), initial=0.0)]
-    with progress.shown() as on_stage:
-        for (name, seconds), before in zip(todo.items(), done, strict=False):
-            on_stage(name, before / done[-1])
-            check.run(name, seconds)
+    on_stage = progress.shown()
+    for (name, seconds), before in zip(todo.items(), done, strict=False):
+        on_stage(name, before / done[-1])
+        check.run(name, seconds)
     print((check.out / "summary.md").read_text(encoding="utf-8"))
     return 0 if check.passed else 1
 

@@ -147,13 +147,13 @@ def until(end: float, todo: Sequence[Case]) -> Iterator[tuple[Case, float, int]]
     Shows how far the run has come: by its cases, or by its seconds where these are used up first.
     """
     begun = time.monotonic()
-    with progress.shown() as on_stage:
-        for number, case in enumerate(todo):
-            now = time.monotonic()
-            if now >= end:
-                return
-            on_stage(str(getattr(case, "id", case)), max(number / len(todo), (now - begun) / (end - begun)))
-            yield case, end - now, len(todo) - number
+    on_stage = progress.shown()
+    for number, case in enumerate(todo):
+        now = time.monotonic()
+        if now >= end:
+            return
+        on_stage(str(getattr(case, "id", case)), max(number / len(todo), (now - begun) / (end - begun)))
+        yield case, end - now, len(todo) - number
 
 
 def add(result: dict[str, Any], row: dict[str, Any], out: Path | None) -> None:

@@ -9,7 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fusedlayers.utils.plotting import EAGER, HERE, INK
+from fusedlayers.utils.report import EAGER, HERE, INK
 
 from .tables import committed, measured_on
 

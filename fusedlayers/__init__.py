@@ -66,7 +66,7 @@ from .recompute.fit_compiled import fit_compiled
 from .recompute.recompute import sublinear
 from .recompute.sublinear import SublinearSequential
 from .reports.explanation import explain
-from .reports.memory_use import memory_report
+from .reports.memory_report import memory_report
 
 if TYPE_CHECKING:
     from .nn.tensor_parallel import FusedColwiseParallel

@@ -165,15 +165,11 @@ FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention
 #: The same on a CPU, of which it does not.
 CPU_FLASH_ATTENTION: Any = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-# --- devices and the profiler -----------------------------------------------------------------------------------------
+# --- devices ------------------------------------------------------------------------------------------------------
 
 #: () -> None. Without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread that
 #: traced (pytorch#178950): called before on a thread that lasts, this makes it there.
 ensure_cuda_guard: Callable[[], None] = torch._C._ensureCUDADeviceGuardSet
-#: () -> bool: whether a profiler records this thread. ``record_function`` would take 20 us to find out that none does.
-profiler_is_active: Callable[[], bool] = torch._C._autograd._profiler_enabled
-#: Context that a profile shows as an event of the given name; it takes 1 us, where ``record_function`` takes 20.
-RecordFunction: Any = torch._C._profiler._RecordFunctionFast
 
 # --- compilers and tracers, some in modules that torch loads late -----------------------------------------------------
 
@@ -226,9 +222,9 @@ def never_compile(module: str) -> None:
     sys.modules["torch._dynamo"].trace_rules.add(module)
 
 
-def dynamo_is_in_checkpoint() -> bool:
-    """Whether what dynamo reads lies in a ``torch.utils.checkpoint``. Dynamo calls this, and takes the result for a
-    constant."""
+def _dynamo_is_in_checkpoint() -> bool:
+    """Whether code that dynamo reads lies in a ``torch.utils.checkpoint``. Dynamo calls this, and takes the result for
+    a constant."""
     tracer = sys.modules["torch._dynamo.symbolic_convert"].InstructionTranslator.current_tx().output.current_tracer
     while tracer is not None and str(tracer.source_target) != "tag_activation_checkpoint":
         tracer = tracer.parent
@@ -236,7 +232,18 @@ def dynamo_is_in_checkpoint() -> bool:
 
 
 # As ``torch.compiler.assume_constant_result`` does, which would import dynamo.
-dynamo_is_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_dynamo_is_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
+#: Of a checkpoint within another one the compiler of torch 2.11 keeps the inputs.
+_KEEPS_INPUTS_WITHIN = torch.__version__ < "2.12"
+
+
+def compiled_checkpoint(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """``checkpoint(function, *args, use_reentrant=False, **options)`` in code that dynamo reads. Where it would keep
+    inputs because another one is around it, the function itself, which that one recomputes unless it is selective."""
+    if _KEEPS_INPUTS_WITHIN and torch.compiler.is_dynamo_compiling() and _dynamo_is_in_checkpoint():
+        options.pop("context_fn", None)
+        return function(*args, **options)
+    return checkpoint.checkpoint(function, *args, use_reentrant=False, **options)
 
 
 def make_fx(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from . import kernels, sizes, validation
 from ._torch import (
     autocast_is_active,
+    compiled_checkpoint,
     dispatch_mode_count,
     forward_ad_level,
     functorch_is_active,
@@ -33,10 +34,8 @@ from .kernels.operations import MATMUL
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
 from .ops.mlp_node import MLP
 from .plan import Call, Plan, autocast_dtype, choose_save, describe_block, needs_gradient, plain
-from .utils.bounded_cache import BoundedCache
-from .utils.compiled_checkpoint import compiled_checkpoint
-from .utils.formatting import whole_size_text
-from .utils.profile_ranges import profile_range, range_name
+from .utils.caching import BoundedCache
+from .utils.formatting import size_text
 
 #: Into how many chunks the rows of a block are cut, at most, where nobody says. What is hidden and needed for a moment
 #: only is made for one of them at a time, in two buffers, or three of a gated block.
@@ -112,7 +111,7 @@ def _facts(call: BlockCall, tensors: Sequence[Any]) -> tuple[tuple[Any, ...], st
         facts += (None,) if t is None else (t.dtype, t.is_cpu or t.device, None if t is x else t.shape)
     if options.save == "auto" and rows * hidden * x.itemsize < small_bytes:
         # PyTorch computes it, whatever needs gradients and whoever follows.
-        reason = f"hidden layers of less than {whole_size_text(small_bytes)} are left to PyTorch"
+        reason = f"hidden layers of less than {size_text(small_bytes)} are left to PyTorch"
         return (*facts, activation.fallback_reason), reason, call
     is_followed = functorch_is_active() or forward_ad_level() >= 0 or dispatch_mode_count()
     because = followed_by() if is_followed else None
@@ -218,7 +217,6 @@ def _chunks(call: BlockCall, block: Block) -> int:
 # --- the paths of a plan ----------------------------------------------------------------------------------------------
 
 
-@profile_range(lambda plan, call: range_name(call.options.function, plan.activation.name))
 def _whole_block(plan: Plan, call: BlockCall) -> Tensor:
     """In one node."""
     options, input, first, last, _, operands, _ = call

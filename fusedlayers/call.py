@@ -25,15 +25,14 @@ from ._torch import (
     FAKE_MODE,
     PROXY_MODE,
     SELECTIVE_CHECKPOINT_MODES,
-    RecordFunction,
     autocast_is_active,
+    compiled_checkpoint,
     dispatch_mode_at,
     dispatch_mode_count,
     forward_ad_level,
     functorch_is_active,
     infrastructure_mode,
     is_of_transform,
-    profiler_is_active,
     saved_tensors_hooks_on_top,
     torchscript_state,
 )
@@ -44,9 +43,7 @@ from .ops.dropout_node import act_dropout, serves
 from .ops.pointwise import BiasAct, Origin, place_of
 from .ops.saved_buffers import is_under_checkpoint
 from .plan import Call, Plan, autocast_dtype, decide, needs_gradient
-from .utils.bounded_cache import BoundedCache
-from .utils.compiled_checkpoint import compiled_checkpoint
-from .utils.profile_ranges import range_name
+from .utils.caching import BoundedCache
 
 #: Why a call under a checkpoint that writes over its input is left to PyTorch. It may run with a copy the second time,
 #: by hooks around it, and the writes to a copy are counted from 0: no number tells whether the output was edited.
@@ -59,11 +56,7 @@ _log = logging.getLogger("fusedlayers")
 
 def execute(plan: Plan, call: Call) -> Tensor:
     """The result of a call, by its plan."""
-    path = PATHS[plan.path]
-    if plan.path not in ("composite", "compiled") and profiler_is_active():  # whose operations have names
-        with RecordFunction(f"fusedlayers::{range_name(call.operation.function, call.activation.name)}"):
-            return path(plan, call)
-    return path(plan, call)
+    return PATHS[plan.path](plan, call)
 
 
 def run_in_place(call: Call, dropout: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""`fusedlayers doctor`: what is installed here, what of this package works, and what does not.
+"""`fusedlayers doctor`: the versions that are installed here, and the parts of this package that work or are broken.
 
 Each question goes to the function that layers ask: what that raises, or warns of, is what is broken.
 """
@@ -23,7 +23,7 @@ from .kernels import GradientRequest
 from .kernels.cpu import build
 
 #: What works without them too.
-OPTIONAL = ("triton", "rich", "matplotlib", "scikit-learn", "transformers", "accelerate", "lightning")
+OPTIONAL = ("triton", "matplotlib", "scikit-learn", "transformers", "accelerate", "lightning")
 #: How far gelu's derivative may be off. By the loops it is 2e-5, where the function is flattest.
 TOLERANCE = 1e-3
 

@@ -1,4 +1,4 @@
-"""How many bytes a computation saves for its backward pass, and how many it needs at its peak.
+"""The bytes that a computation saves for its backward pass, and those that it needs at its peak.
 
 ``saved_bytes`` uses saved-tensor hooks: every tensor that a node saves passes through them, and its storage counts
 until the node releases it. ``peak_bytes`` uses the allocators' events, because only these include operators' own
@@ -10,9 +10,12 @@ Python threads allocate on the CPU, and saved tensors of a compressed sparse or 
 
 import gc
 import os
+import warnings
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +23,7 @@ from torch import Tensor
 from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks
 from .ops.saved_buffers import unedited
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
-from .utils.storages import storages_of, strided_parts, tensors_in
+from .utils.storages import sizes_of, strided_parts, tensors_in
 
 __all__ = ["peak_bytes", "saved_bytes"]
 
@@ -52,42 +55,24 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
         >>> fusedlayers.memory.saved_bytes(lambda x: (2 * x).relu(), x)  # relu keeps its output: 4 * 8 * 4 bytes
         128
     """
-    return count_saved(function, *args, exclude=exclude).bytes
-
-
-class Count(NamedTuple):
-    """The result of ``saved_bytes``, and whether the function refused hooks, so that the graph alone was read."""
-
-    bytes: int
-    refused_hooks: bool
-
-
-#: What to know of the bytes then.
-OF_GRAPH = (
-    "The model refuses saved-tensor hooks, as torch.func does. Its bytes are those that its graph shows, which lack "
-    "what TorchScript, C++ extensions and writes over views in place save."
-)
-
-
-def count_saved(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> Count:
-    """``saved_bytes``, and how it was counted."""
     # Held in a list until the end: an address identifies a storage only while that storage is alive.
     excluded = list(tensors_in(list(exclude) if isinstance(exclude, Iterator | Set) else exclude))
     given = list(tensors_in((function, args)))
     ledger = _Ledger(given, excluded)
     try:
-        with _hooked(ledger):
+        with torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack)):
             result = function(*args)
-        return Count(ledger.total_bytes(result), refused_hooks=False)
+        return ledger.total_bytes(result)
     except RuntimeError as error:
         if not refuses_hooks(error):
             raise
     # Here, where no traceback holds what the first call has made.
-    return Count(_Ledger(given, excluded).total_bytes(function(*args), saved_by), refused_hooks=True)
-
-
-def _hooked(ledger: "_Ledger") -> AbstractContextManager[Any]:
-    return torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack))
+    warnings.warn(
+        "saved_bytes: the function refuses saved-tensor hooks, as torch.func does; its bytes are those that its graph "
+        "shows, which lack what TorchScript, C++ extensions and writes over views in place save",
+        stacklevel=2,
+    )
+    return _Ledger(given, excluded).total_bytes(function(*args), saved_by)
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -117,100 +102,65 @@ def peak_bytes(function: Callable[..., Any], *args: Any, device: torch.device | 
             function(*args)
         return torch.cuda.max_memory_allocated(where) - before
     if where.type == "cpu":
-        return _cpu_peak_bytes(function, *args)
+        # The profiler's allocation events, not torch.distributed._tools.mem_tracker.MemTracker: both report the same
+        # eager peaks (a Linear-GELU-Linear step: 3.4375 hidden buffers). But under a dispatch mode torch.compile
+        # silently falls back to eager (3.4375, where the compiled step takes 2.4375), and operators' scratch memory is
+        # not seen; and MemTracker counts views of untracked tensors as new memory and refuses a second root call.
+        return peak_of(profile_events(function, *args), torch.device("cpu"))[0]
     raise ValueError(f"peak_bytes: got device {str(where)!r}, but can measure only 'cpu' and 'cuda'; pass one of them.")
 
 
 class _Ledger:
-    """The storages that graphs hold right now, and the most bytes they held where a backward pass read them."""
+    """The tensors that graphs have saved, and the most bytes that these held where a backward pass began."""
 
-    def __init__(self, given: Iterable[Tensor], excluded: Iterable[Tensor]) -> None:
-        self._holders: dict[int, int] = {}  # storage address -> how many saved tensors keep it alive
-        self._bytes: dict[int, int] = {}  # the same keys -> what the storage counts for
-        self._limits: dict[int, int] = {}
-        self._left_out = _keys_of(excluded)
-        self._live_bytes = 0
-        self._most_bytes = 0
-        for tensor in given:
-            self._limit(tensor)
-
-    def _limit(self, tensor: Tensor) -> None:
-        """Count the storage of this argument for no more than the arguments' own extent."""
-        if _is_parameter(tensor):
-            self._left_out |= _keys_of([tensor])
-        for part in strided_parts(tensor):
+    def __init__(self, given: Sequence[Tensor], excluded: Sequence[Tensor]) -> None:
+        self._saved: list[weakref.ref[_Saved]] = []
+        self._pass, self._most_bytes = -1, 0
+        self._left_out = set(sizes_of([*excluded, *filter(_is_parameter, given)]))
+        #: A storage that came in with arguments counts for no more than their own extents.
+        self._limits: dict[int, int] = defaultdict(int)
+        for part in (part for tensor in given for part in strided_parts(tensor)):
             extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-            key = part.untyped_storage()._cdata
-            self._limits[key] = self._limits.get(key, 0) + (extent * part.element_size() if part.numel() else 0)
+            self._limits[part.untyped_storage()._cdata] += extent * part.element_size() if part.numel() else 0
 
     def pack(self, tensor: Tensor) -> "_Saved":
-        keys = () if _is_of_parameter(tensor) else tuple(self._hold(part) for part in strided_parts(tensor))
-        return _Saved(tensor, keys, self)
+        saved = _Saved(tensor)
+        if not _is_of_parameter(tensor):
+            self._saved.append(weakref.ref(saved))
+        return saved
 
     def unpack(self, saved: "_Saved") -> Tensor:
-        if backward_pass() != -1:
-            self._note()
+        if (current := backward_pass()) not in (-1, self._pass):
+            self._pass = current
+            self._most_bytes = max(self._most_bytes, self._bytes())
         return unedited((saved.tensor, saved.version))
-
-    def release(self, saved: "_Saved") -> None:
-        for key in saved.keys:
-            self._holders[key] -= 1
-            if self._holders[key] == 0:  # the address may be reused
-                del self._holders[key]
-                self._live_bytes -= self._bytes.pop(key)
 
     def total_bytes(self, result: Any, held_by: Callable[[Any], Iterable[Tensor]] = attributes_of) -> int:
         """Return the largest number, corrected by what only the finished graph of ``result`` shows: leaves, and what
-        each node holds without hooks."""
+        each node holds past hooks: attributes of contexts, and what checkpoints recompute from."""
         nodes = nodes_of(tensors_in(result))
         # Compiled code saves detached views, whose base is not known to be a parameter.
-        leaf_keys = _keys_of(leaves_of(nodes))
-        parameter_bytes = sum(self._bytes.get(key, 0) for key in leaf_keys)
-        self._left_out |= leaf_keys
-        for tensor in _past_hooks(nodes, held_by):
-            if not _is_of_parameter(tensor):
-                for part in strided_parts(tensor):
-                    self._hold(part)
-        self._note()
-        return self._most_bytes - parameter_bytes
+        self._left_out |= sizes_of(leaves_of(nodes)).keys()
+        held = [tensor for node in nodes for tensor in held_by(node)]
+        held += [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
+        return max(self._most_bytes, self._bytes([tensor for tensor in held if not _is_of_parameter(tensor)]))
 
-    def _note(self) -> None:
-        self._most_bytes = max(self._most_bytes, self._live_bytes)
-
-    def _hold(self, part: Tensor) -> int:
-        storage = part.untyped_storage()
-        key: int = storage._cdata
-        self._holders[key] = self._holders.get(key, 0) + 1
-        if key not in self._bytes:
-            nbytes = 0 if key in self._left_out else storage.nbytes()
-            self._bytes[key] = min(nbytes, self._limits.get(key, nbytes))
-            self._live_bytes += self._bytes[key]
-        return key
-
-
-def _past_hooks(nodes: Sequence[Any], held_by: Callable[[Any], Iterable[Tensor]]) -> list[Tensor]:
-    """The tensors of nodes that hooks do not get: attributes of contexts, and what checkpoints recompute from."""
-    held = [tensor for node in nodes for tensor in held_by(node)]
-    return held + [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
-
-
-def _keys_of(tensors: Iterable[Tensor]) -> set[int]:
-    return {storage._cdata for storage in storages_of(tensors)}
+    def _bytes(self, others: Sequence[Tensor] = ()) -> int:
+        """The bytes of the storages that graphs, which free what they have saved, and other tensors hold now."""
+        alive = [saved.tensor for ref in self._saved if (saved := ref()) is not None]
+        sizes = sizes_of([*alive, *others])
+        return sum(min(size, self._limits.get(key, size)) for key, size in sizes.items() if key not in self._left_out)
 
 
 class _Saved:
-    """The stand-in for a saved tensor in the graph; it lives exactly as long as the node holds it."""
+    """The object that a graph holds in place of a saved tensor. It lives exactly as long as the node holds it."""
 
-    __slots__ = ("keys", "ledger", "tensor", "version")
+    __slots__ = ("__weakref__", "tensor", "version")
 
-    def __init__(self, tensor: Tensor, keys: tuple[int, ...], ledger: _Ledger) -> None:
+    def __init__(self, tensor: Tensor) -> None:
         # Detached: a saved output would otherwise reference the node that holds it, a cycle and a leak.
         self.tensor = tensor.detach()
         self.version = tensor._version
-        self.keys, self.ledger = keys, ledger
-
-    def __del__(self) -> None:
-        self.ledger.release(self)
 
 
 def _is_parameter(tensor: Tensor) -> bool:
@@ -234,19 +184,6 @@ def device_of(tree: Any) -> torch.device:
     return torch.device("cuda" if not devices and torch.cuda.is_initialized() else "cpu")
 
 
-def _cpu_peak_bytes(function: Callable[..., Any], *args: Any) -> int:
-    # The profiler's allocation events, not torch.distributed._tools.mem_tracker.MemTracker: both report the same eager
-    # peaks (a Linear-GELU-Linear step: 3.4375 hidden buffers). But under a dispatch mode torch.compile silently falls
-    # back to eager (3.4375, where the compiled step takes 2.4375), and operators' scratch memory is not seen; and
-    # MemTracker counts views of untracked tensors as new memory and refuses a second root call.
-    live = peak = 0
-    for event in profile_events(function, *args):
-        if is_allocation(event, torch.device("cpu")):
-            live += event.nbytes()
-            peak = max(peak, live)
-    return peak
-
-
 def profile_events(function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call ``function(*args)`` and return the profiler's events, in order of time: operators, nodes of a backward pass,
     and allocations on every device."""
@@ -259,13 +196,16 @@ def profile_events(function: Callable[..., Any], *args: Any) -> list[Any]:
     return sorted(results.events(), key=lambda event: event.start_ns())
 
 
-def is_allocation(event: Any, device: torch.device) -> bool:
-    """Whether the event is an allocation on this device, or a release, of which ``event.nbytes()`` is negative."""
-    return bool(
-        event.name() == "[memory]"
-        and event.device_type().name == device.type.upper()
-        and device.index in (None, event.device_index())
-    )
+def peak_of(events: Iterable[Any], device: torch.device) -> tuple[int, int]:
+    """The most bytes that were allocated on this device at once while a profile was made, and when, in nanoseconds."""
+    live = most = time = 0
+    allocations = (e for e in events if e.name() == "[memory]" and e.device_type().name == device.type.upper())
+    for event in allocations:
+        if device.index in (None, event.device_index()):
+            live += event.nbytes()  # of a release it is negative
+            if live > most:
+                most, time = live, event.start_ns()
+    return most, time
 
 
 @contextmanager

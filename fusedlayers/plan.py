@@ -23,7 +23,7 @@ from .kernels import Backend
 from .kernels.operations import GATE, Operation, Pointwise, Weight
 from .ops.mlp_forward import Block, BlockOptions
 from .sizes import limits_of
-from .utils.formatting import whole_size_text
+from .utils.formatting import size_text
 
 #: Of a function that a layer would keep both sides of.
 _KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"
@@ -185,7 +185,7 @@ def _left_because(call: Call, dtype: torch.dtype, backend: Backend, is_trained: 
         because = backend.slow_because(activation, dtype, may_build=not is_small)
         if because is not None:
             return because
-    return f"results of less than {whole_size_text(limit)} are left to PyTorch" if is_small else None
+    return f"results of less than {size_text(limit)} are left to PyTorch" if is_small else None
 
 
 def choose_save(function: str, activation: Activation, save: str, dtype: torch.dtype) -> Saved:

@@ -136,7 +136,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     from fusedlayers.kernels.triton import tiles
     from fusedlayers.kernels.triton import triton_elementwise as elementwise
-    from fusedlayers.utils.bounded_cache import BoundedCache
+    from fusedlayers.utils.caching import BoundedCache
 
     for name, value in SPLITS[request.param].items():
         monkeypatch.setattr(tiles, name, value)

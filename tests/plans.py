@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from fusedlayers import block_call, call, functional
-from fusedlayers.utils.bounded_cache import BoundedCache
+from fusedlayers.utils.caching import BoundedCache
 
 
 def plans_of(function: Callable[..., Any], *args: Any, compiled: bool = False, **kwargs: Any) -> list[Any]:

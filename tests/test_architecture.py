@@ -31,7 +31,7 @@ LAYERS = [
     ["invertible.", "recompute.", "recipes.", "reports."],
     [""],
     ["demo.", "doctor"],
-    ["cli", "__main__"],
+    ["__main__"],
 ]
 
 
@@ -214,10 +214,8 @@ def test_it_works_on_cpus_without_importing_triton() -> None:
 HEAVY = (
     "triton",
     "matplotlib",
-    "rich",
     "numpy",
     "sympy",
-    "einops",
     "torch._dynamo",
     "torch._inductor",
     "torch.onnx",
@@ -240,7 +238,7 @@ def test_importing_loads_no_more_than_torch_does() -> None:
     assert heavy == []
     assert {name.split(".")[0] for name in added} <= {"fusedlayers", "torch", *sys.stdlib_module_names}
     assert {name for name in added if name.startswith("fusedlayers.")} & {
-        "fusedlayers.cli",
+        "fusedlayers.__main__",
         "fusedlayers.demo",
     } == set()
 

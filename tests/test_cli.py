@@ -1,21 +1,16 @@
 """The command line: what it accepts, what it refuses, and how it says so."""
 
-import contextlib
-import os
 import pkgutil
-import signal
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 import fusedlayers as fl
-from fusedlayers import cli
-from fusedlayers.cli import main
+from fusedlayers.__main__ import main
 from fusedlayers.demo import command as demo
 from fusedlayers.demo.model import ACTIVATIONS
 
@@ -41,15 +36,13 @@ def test_python_m_runs_the_same_command_and_imports_nothing_heavy() -> None:
     assert done.stdout.startswith("usage: fusedlayers ")
     imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert "torch" in imported  # or the line above reads the wrong column
-    assert not {"rich", "matplotlib"} & imported
+    assert "matplotlib" not in imported
 
 
 def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
     project = tomllib.loads(Path(__file__).parent.with_name("pyproject.toml").read_text())["project"]
     assert pkgutil.resolve_name(project["scripts"]["fusedlayers"]) is main
-    assert all(
-        any(need.startswith(extra) for need in project["optional-dependencies"]["demo"]) for extra in demo.EXTRAS
-    )
+    assert any(need.startswith("matplotlib") for need in project["optional-dependencies"]["demo"])
 
 
 @pytest.mark.parametrize(
@@ -58,7 +51,6 @@ def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
         (["paint"], ["paint", "demo"]),
         (["demo", "--activation", "nope"], ["nope", *ACTIVATIONS]),
         (["demo", "--dtype", "int8"], ["int8", "bfloat16"]),
-        (["demo", "--dtype", "float16", "--device", "cpu"], ["float16", "cuda only", "bfloat16"]),
         (["demo", "--device", "tpu"], ["tpu", "cuda"]),
         (["demo", "--steps", "0"], ["--steps", "whole number from 1", "'0'"]),
         (["demo", "--batch", "many"], ["--batch", "'many'"]),
@@ -86,15 +78,11 @@ def raising(error: BaseException) -> object:
     return function
 
 
-@pytest.mark.parametrize("missing", demo.EXTRAS)
-def test_a_missing_extra_is_named(
-    missing: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda name: None if name == missing else object())
+def test_a_missing_extra_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
     assert main(["demo"]) == 2
     reason = capsys.readouterr().err.splitlines()[-1]
-    assert f"{missing} not installed" in reason
-    assert "pip install 'fusedlayers[demo]'" in reason
+    assert "matplotlib not installed" in reason and "pip install 'fusedlayers[demo]'" in reason
 
 
 @pytest.mark.parametrize(
@@ -114,29 +102,5 @@ def test_a_run_that_fails_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(demo, "compare", raising(error))
-    threads = torch.get_num_threads()
-    assert main(["demo", "--batch", "3", "--threads", str(threads + 1), "--out", str(tmp_path / "demo.png")]) == code
+    assert main(["demo", "--batch", "3", "--out", str(tmp_path / "demo.png")]) == code
     assert expected in capsys.readouterr().err.splitlines()[-1]
-    assert torch.get_num_threads() == threads
-
-
-# --- broken pipes -----------------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def unread() -> Iterator[None]:
-    """stdout is a pipe that nobody reads. Closing it flushes, as Python does when it exits."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    with os.fdopen(writing, "w") as stdout, contextlib.redirect_stdout(stdout):
-        yield
-
-
-@pytest.mark.parametrize("size", [10, 100_000])  # what is buffered, and what is written at once
-def test_nobody_reads_what_a_command_prints(
-    size: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(cli, "_run", lambda argv: print("x" * size) or 0)
-    with unread():
-        assert main([]) == cli.BROKEN_PIPE == 128 + signal.SIGPIPE
-    assert capsys.readouterr() == ("", "")

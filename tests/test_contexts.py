@@ -92,25 +92,16 @@ def test_compiled_outputs_carry_the_branch_only_for_a_backward_pass(name: str) -
 @compiles
 def test_compiled_with_dynamic_shapes() -> None:
     torch.compiler.reset()
-    graphs: list[Any] = []
-
-    def counting(graph: Any, inputs: Any) -> Any:
-        graphs.append(graph)
-        return graph.forward
-
+    torch._dynamo.utils.counters.clear()
     module = fl.FusedDenseAct(12, 40, "gelu")
-    compiled = torch.compile(module, fullgraph=True, dynamic=True, backend=counting)
-    for batch in (30, 7, 64):
-        x = torch.randn(batch, 12, requires_grad=True)
-        torch.testing.assert_close(compiled(x), F.gelu(F.linear(x, module.weight, module.bias)))
-    assert len(graphs) == 1
-    torch.compiler.reset()
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
     for batch in (30, 7, 64):
         x = torch.randn(batch, 12, requires_grad=True)
-        got = torch.autograd.grad(compiled(x).sum(), [x, *module.parameters()])
-        expected = torch.autograd.grad(F.gelu(F.linear(x, module.weight, module.bias)).sum(), [x, *module.parameters()])
-        torch.testing.assert_close(got, expected, rtol=1e-4, atol=5e-3)
+        y, expected = compiled(x), F.gelu(F.linear(x, module.weight, module.bias))
+        torch.testing.assert_close(y, expected)
+        got, exact = (torch.autograd.grad(t.sum(), [x, *module.parameters()]) for t in (y, expected))
+        torch.testing.assert_close(got, exact, rtol=1e-4, atol=5e-3)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_the_first_use_may_be_compiled() -> None:
@@ -214,14 +205,6 @@ def test_nested_tensors_are_left_to_torch() -> None:
         torch.testing.assert_close(got, F.gelu(F.linear(part, w)))
     for got, part in zip(fl.gelu(x).unbind(), x.unbind(), strict=True):
         torch.testing.assert_close(got, F.gelu(part))
-
-
-def test_hooks_see_nothing_twice() -> None:
-    layer, x = fl.FusedDenseAct(64, 64), torch.randn(64, 64, requires_grad=True)
-    packed: list[Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):  # type: ignore[func-returns-value]
-        layer(x)
-    assert len(packed) == 3  # x, w, y
 
 
 # --- torch.fx ---------------------------------------------------------------------------------------------------------

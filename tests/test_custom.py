@@ -26,7 +26,7 @@ from fusedlayers.activations import custom, partition, resolve
 from fusedlayers.call import with_operands
 from fusedlayers.derivative.branch_bit import LEAST
 from fusedlayers.memory import saved_bytes
-from fusedlayers.utils.bounded_cache import LIMIT, BoundedCache
+from fusedlayers.utils.caching import LIMIT, BoundedCache
 
 Function = Callable[[Tensor], Tensor]
 

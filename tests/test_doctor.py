@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import fusedlayers as fl
-from fusedlayers import cli, doctor, kernels
+from fusedlayers import doctor, kernels
+from fusedlayers.__main__ import main
 from fusedlayers.kernels.cpu import build
 
 
@@ -35,7 +36,7 @@ def unbuilt(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def told(name: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
     """What is said of one thing, where the exit code is this."""
-    assert cli.main(["doctor"]) == code
+    assert main(["doctor"]) == code
     out, _ = capsys.readouterr()
     (line,) = (line for line in out.splitlines() if line.startswith(f"{name}  "))
     return line.removeprefix(name).strip()
@@ -47,7 +48,7 @@ def test_what_works_is_said_once_and_the_exit_code_is_0(
     if build.missing_because() is not None:
         pytest.skip(str(build.missing_because()))
     monkeypatch.setenv(kernels.VARIABLE, "off")
-    assert cli.main(["doctor"]) == 0
+    assert main(["doctor"]) == 0
     out, err = capsys.readouterr()
     assert err == "" and "BROKEN" not in out and out.endswith("\n\nNothing is broken.\n")
     for words in (fl.__version__, torch.__version__, build.shared_object()._name, "'off'"):  # type: ignore[union-attr]

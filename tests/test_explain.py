@@ -168,35 +168,21 @@ def test_what_is_no_activation_is_an_error(given: object, error: type[Exception]
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
-def kept_bytes(activation: Any, z: Tensor, *, fused: bool) -> int:
-    """Of all tensors that autograd keeps of the activation between two layers, each counted once."""
-    kept: dict[int, int] = {}
-    alive = []
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.numel() >= z.numel():
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-            alive.append(tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        x = z.clone().requires_grad_() + 1
-        y = fl.bias_act(x, None, activation) if fused else activation(x)
-        (y * torch.ones((), dtype=z.dtype, requires_grad=True)).sum()
-    return sum(kept.values())
-
-
 @pytest.mark.parametrize(
-    "activation",
-    [F.gelu, torch.tanh, F.relu, lambda z: z * torch.tanh(torch.exp(z)), torch.cos, F.hardshrink],
+    ("activation", "eager", "here"),
+    [
+        (F.gelu, 8, 4),
+        (torch.tanh, 4, 4),
+        (F.relu, 4, 4),
+        (lambda z: z * torch.tanh(torch.exp(z)), 16, 4),
+        (torch.cos, 8, 8),
+        (F.hardshrink, 8, 4),
+    ],
     ids=["gelu", "tanh", "relu", "tanhexp", "cos", "hardshrink"],
 )
-def test_bytes(activation: Callable[[Tensor], Tensor]) -> None:
-    report = fl.explain(activation)
-    for dtype, name in zip(DTYPES, NAMES, strict=True):
-        z = torch.randn(64, 128, dtype=dtype)
-        expected = tuple(kept_bytes(activation, z, fused=fused) / z.numel() for fused in (False, True))
-        assert report.saved_bytes[name] == expected
+def test_bytes(activation: Callable[[Tensor], Tensor], eager: int, here: int) -> None:
+    half = eager / 2, here / 2
+    assert fl.explain(activation).saved_bytes == {"float32": (eager, here), "float16": half, "bfloat16": half}
 
 
 def test_bytes_are_those_of_results_that_are_fused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,10 +206,7 @@ def test_errors(activation: str) -> None:
         error = (slope.double() - exact).norm() / exact.norm()
         # Other random numbers from the same distribution.
         assert 0.8 * float(error) <= errors.rms <= 1.25 * float(error)
-        floor = (exact.to(dtype).double() - exact).norm() / exact.norm()
-        assert 0.8 * float(floor) <= errors.floor_rms <= 1.25 * float(floor)
-        rms = float(exact.square().mean().sqrt())
-        assert errors.floor_rms <= 1.01 * errors.rms and errors.rms <= errors.largest / rms
+        assert errors.rms <= errors.largest / float(exact.square().mean().sqrt())
 
 
 def test_infinite_derivatives_do_not_count() -> None:
@@ -239,8 +222,8 @@ def test_the_report_is_a_table() -> None:
     report: Any = fl.explain(lambda z: torch.tanh(z) + 5)
     lines = str(report).splitlines()
     header, *rows = lines[3:7]
-    assert [header.count(word) for word in ("eager", "here", "rounding")] == [3, 3, 1]
-    starts = [header.index("bytes"), header.index("rms error"), header.index("rounding"), header.index("largest")]
+    assert [header.count(word) for word in ("eager", "here")] == [3, 3] and len(header) <= 100
+    starts = [header.index("bytes"), header.index("rms error"), header.index("largest")]
     for row, dtype in zip(rows, NAMES, strict=True):
         assert row.startswith(f"  {dtype} ")
         assert all(row[start - 1] == " " != row[start] for start in starts)

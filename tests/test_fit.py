@@ -29,13 +29,13 @@ from fusedlayers.recipes.patch import patch_of
 from fusedlayers.recompute.blocks import Block, Blocks
 from fusedlayers.recompute.plans import Cost, Plans
 from fusedlayers.recompute.steps import Measurement, Training
-from fusedlayers.reports import timing
+from fusedlayers.reports import step
 from fusedlayers.reports.step import Step
 
 
 @pytest.fixture(autouse=True)
 def times_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "ROUNDS", 1)
+    monkeypatch.setattr(step, "ROUNDS", 1)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ def test_compiled() -> None:
 
 
 def _distributed(rank: int, count: int) -> Any:
-    timing.ROUNDS = 1
+    step.ROUNDS = 1
     found: dict[str, Any] = {}
     model = nn.Sequential(*(nn.Sequential(*_mlp()) for _ in range(4)))
     x = torch.randn(256 * (1 + rank), 32)

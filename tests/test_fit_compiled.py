@@ -19,14 +19,14 @@ import fusedlayers as fl
 from fusedlayers import _torch
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.recompute import fit_compiled as subject
-from fusedlayers.reports import timing
+from fusedlayers.reports import step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 
 @pytest.fixture(autouse=True)
 def partitions_alone(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    monkeypatch.setattr(timing, "ROUNDS", 1)
+    monkeypatch.setattr(step, "ROUNDS", 1)
     if "inductor" not in request.node.name:
         monkeypatch.setattr(subject, "inductor", _not_compiled)
     yield

@@ -366,6 +366,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fl.fuse(Model(), exact="yes"), TypeError, "fuse: exact must be True or False, got 'yes'"),
     (lambda: fl.fuse(Model(), ROW, time=1), TypeError, "fuse: time must be True or False, got 1"),
     (lambda: fl.fuse(Model(), time=True), ValueError, "fuse: time=True runs the model; pass inputs too"),
+    (lambda: fl.fuse(Model(), ROW, ROW), TypeError, r"fuse: inputs must be one tuple or dict: fuse\(model, \(x, y\)\)"),
     (lambda: fl.fuse(Model(), ROW, progress="bar"), TypeError, "fuse: progress must be True, False, or a"),
     (lambda: fl.fuse(Model(), ROW)(ROW), TypeError, "FuseReport cannot be called"),
     (lambda: fl.save_once(nn.Linear), TypeError, "save_once: .* must be an instance"),

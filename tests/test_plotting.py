@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 import fusedlayers as fl
-from fusedlayers.utils import plotting
-from fusedlayers.utils.reports import DrawnReport, Report
+from fusedlayers.utils.report import DPI, WIDTH, DrawnReport, Report
 
 
 def model() -> nn.Module:
@@ -71,7 +70,7 @@ def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path, monkeypatch: pyt
     assert dict(dict.items(matplotlib.rcParams)) == before  # a look-up of the backend would import pyplot
     from matplotlib.image import imread
 
-    assert imread(tmp_path / "picture.png").shape[1] == plotting.WIDTH * plotting.DPI
+    assert imread(tmp_path / "picture.png").shape[1] == WIDTH * DPI
 
 
 @pytest.mark.parametrize("activation", ["gelu", "tanh", torch.cos, torch.abs, nn.PReLU(), None])

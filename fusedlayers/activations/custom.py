@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..derivative.analysis import Analysis, analyse
-from ..utils.bounded_cache import BoundedCache
+from ..utils.caching import BoundedCache
 from ..utils.formatting import with_place
 from .free_variables import FreeVariables, find_variables
 from .partition import Split, example_shape

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..utils.bounded_cache import BoundedCache
+from ..utils.caching import BoundedCache
 
 #: Builds a value anew from other tensors.
 Make = Callable[[Sequence[Tensor]], Any]

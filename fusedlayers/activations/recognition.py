@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from ..derivative.features import round_numbers
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 from . import table
 from .record import Activation
 from .table import rows

@@ -22,7 +22,7 @@ from ..derivative.folded import FoldedDerivative, FoldedInverse, fit, fit_invers
 from ..derivative.input_of import input_of
 from ..derivative.monotone import MonotoneDerivative
 from ..derivative.polynomial import PRECISIONS
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 
 Function = Callable[..., Tensor]
 Saved = Literal["nothing", "output", "input", "recompute"]

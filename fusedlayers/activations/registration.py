@@ -12,8 +12,8 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
+from ..utils.caching import in_clean_state
 from ..utils.formatting import described
-from ..utils.isolation import in_clean_state
 from .record import Function, Row
 from .table import register
 

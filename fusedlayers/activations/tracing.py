@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from .._torch import FAKE_TENSOR_LOGGER, TO_COPY, ensure_cuda_guard, make_fx
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 from .decompositions import NotPointwise, to_core
 from .free_variables import OWN_BACKWARD
 

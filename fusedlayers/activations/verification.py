@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .._torch import refuses_hooks
+from ..utils.caching import in_clean_state
 from ..utils.formatting import first_line
-from ..utils.isolation import in_clean_state
 from ..utils.storages import sizes_of
 from .free_variables import FreeVariables, find_variables
 from .partition import Split

@@ -1,6 +1,7 @@
 """Train a model as it is, and after `fuse`, side by side: same weights, same batches, steps taken in turn."""
 
 import copy
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,15 +13,12 @@ from torch import Tensor
 
 from ..memory import peak_bytes, saved_bytes
 from ..recipes.fuse import fuse
-from .corpus import batches
-from .model import ByteTransformer
-
-NO_LIMIT = 2**31 - 1
+from .model import ByteTransformer, batches
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that decides what a run computes. 16-bit dtypes run as autocast over float32 parameters."""
+    """Everything that decides what a run computes. bfloat16 is autocast over float32 parameters."""
 
     device: torch.device
     dtype: torch.dtype
@@ -32,12 +30,12 @@ class Settings:
     layers: int
     seed: int
     #: Steps end when they have taken so long, both variants' together.
-    seconds: int = NO_LIMIT
+    seconds: float = math.inf
 
 
 @dataclass
 class Outcome:
-    """What one variant kept, took and learned."""
+    """The bytes, times and losses of one variant."""
 
     saved_bytes: int
     peak_bytes: int
@@ -55,7 +53,7 @@ class Outcome:
 
 
 def seconds_spent(outcomes: dict[str, Outcome]) -> float:
-    """How long all steps have taken."""
+    """The time that all steps have taken."""
     return sum(sum(outcome.times_ms) for outcome in outcomes.values()) / 1e3
 
 
@@ -63,30 +61,23 @@ class Trainer:
     """One model and its optimizer."""
 
     def __init__(self, model: ByteTransformer, settings: Settings) -> None:
-        self.model = model
-        self.dtype = settings.dtype
-        self.device_type = settings.device.type
+        self.model, self.settings = model, settings
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.4 / settings.width)
-        # float16 gradients underflow without a scaled loss; for other dtypes the scaler passes everything through.
-        self.scaler = torch.amp.GradScaler(self.device_type, enabled=self.dtype == torch.float16)
-
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device_type, self.dtype, enabled=self.dtype != torch.float32)
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        with self.autocast():
+        dtype = self.settings.dtype
+        with torch.autocast(self.settings.device.type, dtype, enabled=dtype != torch.float32):
             logits = self.model(inputs)
             return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def forward_backward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         loss = self.loss(inputs, targets)
-        self.scaler.scale(loss).backward()
+        loss.backward()
         return loss
 
     def step(self, inputs: Tensor, targets: Tensor) -> float:
         loss = self.forward_backward(inputs, targets)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
+        self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.item()  # waits for all of the step's work on the device, so that a clock around it is right
 

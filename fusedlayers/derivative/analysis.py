@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 from . import branch_bit
 from .features import Features, Fold, Function, NeedsInput, find_features, sample_points, value_and_slope
 from .folded import FoldedDerivative, fit_derivative

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 from .features import Features, Fold, Function, NeedsInput, find_features, value_and_slope
 from .input_of import input_of
 from .polynomial import PRECISIONS, TINY, Piece, Precision, fitted, longest, shortest, to_float32

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..activations import Activation, resolve, upcast
 from ..functional import bias_act
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 from .inversion import is_float
 from .module import InvertibleModule
 

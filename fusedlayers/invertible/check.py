@@ -12,14 +12,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..utils.module_state import unchanged
-from ..utils.reports import Report
+from ..utils.report import Report
 from .inversion import InvertibleFunction, RunState, in_mode, is_float
 
 if TYPE_CHECKING:
@@ -71,9 +71,6 @@ class CheckReport(Report):
     def drift(self) -> float:
         """The largest drift of a row, usually of the first one."""
         return max((row.drift for row in self.rows), default=0.0)
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __bool__(self) -> bool:
         return self.is_within

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from ..activations import activation_of_module, register_stand_in, resolve
 from ..functional import bias_act
-from ..utils.torchscript import refuse_script
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -81,7 +80,6 @@ class _SavesOutput(nn.Module):
     stands_in_for: type[nn.Module]
     #: Of those that torch lets have it; an attribute that is missing takes ``nn.Module`` a microsecond to look for.
     inplace: bool = False
-    __prepare_scriptable__ = refuse_script
 
     def __init_subclass__(cls) -> None:
         if _SavesOutput in cls.__bases__:

@@ -16,7 +16,6 @@ from ..activations import DTYPES, Activation, must_call_reason, resolve
 from ..call import with_operands
 from ..functional import conv_bias_act, dense_bias_act
 from ..plan import choose_save, describe
-from ..utils.torchscript import refuse_script
 from ..validation import check_dropout, check_features, check_save, check_window
 
 
@@ -25,7 +24,6 @@ class WithActivation(nn.Module):
 
     activation: object
     save: str
-    __prepare_scriptable__ = refuse_script
 
     def _example_shape(self) -> tuple[int, ...]:
         """A shape that the activation's results may have."""

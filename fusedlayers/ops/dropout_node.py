@@ -16,15 +16,13 @@ from torch import Tensor
 from .._torch import Node
 from ..activations import Activation, upcast
 from ..kernels import Backend, reference
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 from ..utils.layout import is_dense, laid_out_as
-from ..utils.profile_ranges import profile_range
 from .pointwise import place_of
 from .saved_buffers import expected_from_hooks, saved_output, take_over
 from .second_derivatives import SavedOutput, needs_composite
 
 
-@profile_range(lambda z, activation, *_: f"{activation.name}_dropout")
 def act_dropout(z: Tensor, activation: Activation, p: float, backend: Backend, overwrites: bool) -> Tensor:
     """``F.dropout(activation(z), p)``, over z where that is the caller's to overwrite."""
     place = place_of(z) if z.requires_grad else None

@@ -23,7 +23,7 @@ from .._torch import Node, saved_tensors_hooks_on_top, unsafe_view
 from ..activations import upcast
 from ..kernels import GradientRequest
 from ..kernels.operations import Recompute
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 from ..utils.layout import along, operand_along, sum_along
 from .saved_buffers import expected_from_hooks, saved_output, take_over
 from .second_derivatives import SavedOutput, gradients_through, needs_composite

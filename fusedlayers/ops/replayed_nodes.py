@@ -18,12 +18,10 @@ from ..activations import Activation
 from ..kernels import Backend
 from ..kernels.interface import RmsNormOptions
 from ..utils.layout import is_dense
-from ..utils.profile_ranges import profile_range, range_name
 from .saved_buffers import take_over
 from .second_derivatives import gradients_through, needs_composite
 
 
-@profile_range(lambda activation, *_: range_name("gate", activation.name))
 def gate_act(activation: Activation, backend: Backend, gate: Tensor, up: Tensor, activated: Tensor) -> Tensor:
     """``activated * up``, where ``activated`` is ``activation(gate)``.
 

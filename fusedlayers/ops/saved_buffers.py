@@ -30,7 +30,7 @@ from torch.utils import checkpoint
 
 from .._torch import graph_is_kept, saved_tensors_hooks_on_top, storage_use_count
 from ..activations import Activation
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 
 # --- edits ------------------------------------------------------------------------------------------------------------
 

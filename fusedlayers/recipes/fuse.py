@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.example import arguments_from, check_model, check_module, check_uncompiled
+from ..utils.example import arguments_from, check_flag, check_model, check_module, check_uncompiled
 from ..utils.progress import OnStage, asked
-from ..utils.refusals import check_flag
 from .fuse_report import FuseReport, measured
 from .patch import Patch, is_worth_a_patch, patch_of
 
@@ -18,7 +17,7 @@ from .patch import Patch, is_worth_a_patch, patch_of
 def fuse(
     model: nn.Module,
     inputs: Any = None,
-    *,
+    *more: Any,
     exact: bool = False,
     time: bool = False,
     progress: bool | OnStage = False,
@@ -45,15 +44,15 @@ def fuse(
             random generators are put back.
         exact: whether PyTorch's own nodes compute everything, so that gradients are the same to the last bit.
         time: whether steps are timed too, with and without.
-        progress: True shows how far it has come and the time left, on stderr: in a terminal a line that is written
-            over, elsewhere one every 10 seconds. A function is told each stage, and which part of all is done.
+        progress: True writes how far it has come and the time left on stderr, every 10 seconds. A function is told each
+            stage, and which part of all is done.
 
     Returns:
         a report; with inputs, of the bytes that are saved for backward and of the peak, before and after.
 
     Raises:
-        TypeError: ``model`` is no module, or is compiled or TorchScript; ``exact`` or ``time`` is neither True nor
-            False.
+        TypeError: ``model`` is no module, or is compiled or TorchScript; several inputs that are no tuple; ``exact`` or
+            ``time`` is neither True nor False.
         ValueError: lazy parameters without a shape; inputs that the model does not run on; ``time`` without inputs.
         torch.OutOfMemoryError: the example does not fit; ``fuse(model)`` needs none. The model is what it was then.
 
@@ -64,6 +63,8 @@ def fuse(
     >>> report = fl.fuse(model)
     """
     check_model("fuse", model)
+    if more:
+        raise TypeError("fuse: inputs must be one tuple or dict: fuse(model, (x, y))")
     check_uncompiled("fuse", model)
     check_flag("fuse", "exact", exact)
     check_flag("fuse", "time", time)
@@ -76,8 +77,7 @@ def fuse(
         return FuseReport(type(model).__name__, exact, notes=notes)
     switches = (lambda: unfuse(model)), (lambda: _attach(model, exact))
     try:
-        with asked("fuse", progress) as on_stage:
-            found = measured(model, *arguments_from(inputs), time, switches, on_stage)
+        found = measured(model, *arguments_from(inputs), time, switches, asked("fuse", progress))
     except BaseException as error:
         unfuse(model)
         for patch in before:

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..memory import OF_GRAPH, count_saved, device_of, peak_bytes
+from ..memory import device_of, peak_bytes, saved_bytes
 from ..reports.module_tracker import ModuleTracker
-from ..reports.step import Step, no_gradient_because, tensors_of
-from ..reports.timing import step_times
-from ..utils.example import does_not_run, eagerly, evaluation_notes
+from ..reports.step import Step, no_gradient_because, step_times, tensors_of
+from ..utils.example import eagerly, evaluation_notes
 from ..utils.formatting import counted_lines, path_text, pattern_of, size_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage
-from ..utils.reports import Report
+from ..utils.report import Report
 from ..utils.storages import tensors_in, trained_in
 from .counting import Kept, Spared, count
 from .region import LEAST_BYTES
@@ -74,10 +73,6 @@ class FuseReport(Report):
     step_ms: tuple[float, float] | None = None
     notes: tuple[str, ...] = ()
 
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
-        return asdict(self)
-
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
@@ -124,12 +119,8 @@ def measured(
     with unchanged([*model.modules()], [*tensors_in((args, kwargs))]) as reset_random, torch.enable_grad(), eagerly():
         unfuse()
         on_stage("measuring the model", 0.0)
-        try:
+        with step.readable():
             result = model(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise does_not_run("fuse", error, args) from error
         if not any(tensor.requires_grad for tensor in tensors_of(result)):
             notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
             fuse()
@@ -139,12 +130,10 @@ def measured(
 
         def bytes_and_peak() -> tuple[int, int]:
             reset_random()
-            counted = count_saved(step.forward, exclude=[buffers, args, kwargs])
-            if counted.refused_hooks and OF_GRAPH not in notes:
-                notes.append(OF_GRAPH)
+            saved = saved_bytes(step.forward, exclude=[buffers, args, kwargs])
             reset_random()
             with isolated_gradients(leaves, zeros=True):
-                return counted.bytes, peak_bytes(step.run, device=device_of((model, args, kwargs)))
+                return saved, peak_bytes(step.run, device=device_of((model, args, kwargs)))
 
         before = bytes_and_peak()
         on_stage("measuring the fused model", 0.3)
@@ -211,9 +200,9 @@ def _because(value: Kept) -> str:
     if value.nbytes < LEAST_BYTES:
         return "it is small"
     if value.made_by is None:
-        return "it was made without a gradient: an input, or a mask of a dropout"
+        return "no gradient: input or mask"
     if value.made_by == "BiasActBackward":
         return "backward reads this output"
     if value.made_by in TABLE or value.made_by in RESULTS or value.made_by in ("GateActBackward", "RmsNormBackward"):
-        return "values that it is made of are not saved"
-    return "one pass over saved values does not make it"
+        return "its operands are not saved"
+    return "no single pass makes it"

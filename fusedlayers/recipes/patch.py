@@ -77,7 +77,7 @@ class Patch:
             own["forward"] = self.replaced
 
     def refuse_script(self) -> NoReturn:
-        """``__prepare_scriptable__`` of the module (``utils/torchscript.py``)."""
+        """``__prepare_scriptable__`` of the module, which ``torch.jit.script`` calls before it reads code."""
         raise RuntimeError(
             f"torch.jit.script: {type(self.module).__name__} was changed by fusedlayers.fuse or fusedlayers.fit, and "
             "TorchScript cannot compile it; call fusedlayers.unfuse(model) first"

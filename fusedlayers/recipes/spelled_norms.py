@@ -28,8 +28,7 @@ from ..call import followed_by
 from ..kernels import choose
 from ..kernels.interface import RmsNormOptions
 from ..ops.replayed_nodes import RmsNorm
-from ..utils.bounded_cache import BoundedCache
-from ..utils.isolation import in_clean_state
+from ..utils.caching import BoundedCache, in_clean_state
 from ..validation import is_autocast, unusual_because
 from .leaves import twin
 

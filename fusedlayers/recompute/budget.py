@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from numbers import Real
 from typing import NamedTuple, get_args
 
-import torch
-
 from ..reports.step import Step
-from ..utils.example import check_model, does_not_run
-from ..utils.formatting import first_line, size_from, size_text
+from ..utils.example import check_model
+from ..utils.formatting import size_from, size_text
 from ..validation import is_whole
 from .steps import Of
 
@@ -73,19 +69,3 @@ def unmet(function: str, budget: Budget, of: Of, taken: int | None, least: int, 
         f"{function}: {budget.text} ({size_text(budget.allowed(taken or 0))}) cannot be met: {as_it_is}{way} it {verb} "
         f"{size_text(least)} ({least} bytes{part}); ask for that, or pass a smaller batch"
     )
-
-
-@contextmanager
-def readable(step: Step, way: str = "") -> Iterator[None]:
-    """Raise errors of the model as those of its inputs, or of the way in which it is trained."""
-    try:
-        yield
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if isinstance(error, ValueError) and str(error).startswith(f"{step.function}: "):
-            raise
-        if way:
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise ValueError(f"{step.function}: the model does not run {way}: {reason}") from error
-        raise does_not_run(step.function, error, step.args) from error

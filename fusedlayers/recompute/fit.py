@@ -12,16 +12,14 @@ from torch import Tensor, nn
 
 from ..recipes.fuse import unfuse
 from ..recipes.patch import patch_of
-from ..reports.step import Step
-from ..reports.timing import telling
-from ..utils.example import arguments_from, check_uncompiled, eagerly, evaluation_notes
+from ..reports.step import Step, telling
+from ..utils.example import arguments_from, check_flag, check_uncompiled, eagerly, evaluation_notes
 from ..utils.formatting import path_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked, within
-from ..utils.refusals import check_flag
 from ..utils.storages import tensors_in
 from .blocks import Block, Blocks
-from .budget import Budget, check_arguments, readable, unmet
+from .budget import Budget, check_arguments, unmet
 from .fit_report import FitReport
 from .plans import measured
 from .steps import Measurement, Of, Training, everyone, together
@@ -65,8 +63,8 @@ def fit(
             has allocated at once, without parameters, their gradients and the states of an optimizer.
         loss: of the model's result, a scalar. By default the sum of the means of all tensors that require grad.
         plan_only: whether to change nothing.
-        progress: True shows how far it has come and the time left, on stderr: in a terminal a line that is written
-            over, elsewhere one every 10 seconds. A function is told each stage, and which part of all is done.
+        progress: True writes how far it has come and the time left on stderr, every 10 seconds. A function is told each
+            stage, and which part of all is done.
 
     Returns:
         a report: the blocks that are recomputed; bytes and the time of a step, predicted and measured.
@@ -90,32 +88,32 @@ def fit(
     """
     step = Step(model, *arguments_from(inputs), loss, function="fit")
     check_flag("fit", "plan_only", plan_only)
-    with asked("fit", progress) as on_stage:
-        budget = check_arguments(step, memory_budget_bytes, fraction, of)
-        check_uncompiled("fit", model)
-        before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
-        for patch in before:
-            patch.remove()
-        report, leaves = None, list[Tensor]()
-        try:
-            inputs = tensors_in((step.args, step.kwargs))
-            with unchanged([*model.modules()], inputs) as reset_random, eagerly():
-                on_stage("finding blocks", 0.0)
-                blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
-                with readable(step):
-                    together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
-                if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:
-                    raise ValueError("fit: the processes have different models; call it before the model is split")
-                with isolated_gradients(leaves):
-                    report = _choose(blocks, Training(step, of, reset_random), budget, on_stage)
-        finally:
-            if report is None or plan_only:
-                unfuse(model)
-                for patch in before:
-                    patch.attach()
-        if not plan_only:
-            blocks.save([block for block in blocks if block.path in report.saved_once])
-        on_stage("done", 1.0)
+    on_stage = asked("fit", progress)
+    budget = check_arguments(step, memory_budget_bytes, fraction, of)
+    check_uncompiled("fit", model)
+    before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
+    for patch in before:
+        patch.remove()
+    report, leaves = None, list[Tensor]()
+    try:
+        inputs = tensors_in((step.args, step.kwargs))
+        with unchanged([*model.modules()], inputs) as reset_random, eagerly():
+            on_stage("finding blocks", 0.0)
+            blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
+            with step.readable():
+                together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
+            if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:
+                raise ValueError("fit: the processes have different models; call it before the model is split")
+            with isolated_gradients(leaves):
+                report = _choose(blocks, Training(step, of, reset_random), budget, on_stage)
+    finally:
+        if report is None or plan_only:
+            unfuse(model)
+            for patch in before:
+                patch.attach()
+    if not plan_only:
+        blocks.save([block for block in blocks if block.path in report.saved_once])
+    on_stage("done", 1.0)
     return report
 
 
@@ -135,7 +133,7 @@ def _choose(blocks: Blocks, training: Training, budget: Budget, on_stage: OnStag
         except torch.OutOfMemoryError:
             return None
 
-    with readable(training.step):
+    with training.step.readable():
         sizes = together(as_it_was)
     eager_bytes = None if None in sizes else max(size or 0 for size in sizes)
     if eager_bytes is None:
@@ -148,7 +146,7 @@ def _choose(blocks: Blocks, training: Training, budget: Budget, on_stage: OnStag
         blocks.save(saved)
         return max(together(training.bytes))
 
-    with readable(training.step, "with its blocks recomputed"):
+    with training.step.readable("with its blocks recomputed"):
         least = bytes_with(())
         if least > allowed:
             but = "; ".join(f"{path_text(paths)}: {reason}" for reason, paths in blocks.skipped.items())

@@ -8,7 +8,7 @@ partitioned graph saves the same before Inductor has made code of it, which take
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,9 +22,9 @@ from ..utils.example import arguments_from
 from ..utils.formatting import size_text
 from ..utils.module_state import unchanged
 from ..utils.progress import OnStage, asked
-from ..utils.reports import Report
+from ..utils.report import Report
 from ..utils.storages import tensors_in
-from .budget import check_arguments, readable, unmet
+from .budget import check_arguments, unmet
 from .steps import COUNTED, Measurement, Of, Training, together
 
 #: So many parts are tried, and the search ends with one that takes so much of the budget.
@@ -55,10 +55,6 @@ class CompiledFit(Report):
     def backend(self) -> Callable[..., Any]:
         """For ``torch.compile(model, backend=...)``: Inductor with this budget, for this model alone."""
         return partial(budgeted, self.activation_memory_budget)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         lines = [f"{self.name}, compiled: at most {size_text(self.budget_bytes)} {COUNTED[self.of]}", ""]
@@ -124,8 +120,8 @@ def fit_compiled(
         raise ValueError("fit_compiled: the model is compiled already; pass the one that torch.compile was called on")
     if "backend" in options:
         raise ValueError("fit_compiled: the backend is the report's; give it the other options of torch.compile")
-    tensors = [*tensors_in((step.args, step.kwargs))]
-    with asked("fit_compiled", progress) as on_stage, unchanged([*model.modules()], tensors) as reset:
+    on_stage = asked("fit_compiled", progress)
+    with unchanged([*model.modules()], tensors_in((step.args, step.kwargs))) as reset:
         run = _Run(model)
         training = Training(replace(step, model=run), of, reset)
         tried: dict[float, int] = {}
@@ -137,7 +133,7 @@ def fit_compiled(
         def bytes_with(part: float, is_compiled: bool) -> int:
             torch.compiler.reset()
             compile_with(part, is_compiled)()
-            with readable(step):
+            with step.readable():
                 training.gradients()  # compiles
                 return max(together(training.bytes))
 

@@ -13,13 +13,13 @@ Not counted is what operators allocate for themselves.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, tree_map_only
-from ..utils.autograd_graph import as_interior, attributes_of, nodes_of
+from ..utils.autograd_graph import attributes_of, nodes_of
 from ..utils.module_state import unchanged
 from ..utils.storages import sizes_of, tensors_in
 from .recompute import products
@@ -120,9 +120,16 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool =
 
 
 def _detached_copy(tensor: Tensor) -> Tensor:
-    """A copy without its graph, which is no leaf: a ReLU in place could not write to a leaf."""
-    copy = tensor.detach().clone()
-    return as_interior(copy, _WAS_KEPT) if tensor.requires_grad else copy
+    """A copy in a graph of its own, which is no leaf: a ReLU in place could not write to a leaf."""
+    copy = tensor.detach().requires_grad_(tensor.requires_grad).clone()
+    if copy.requires_grad:
+        copy.register_hook(_refuse)
+    return copy
+
+
+def _refuse(grad: Tensor) -> NoReturn:
+    """Raise where a backward pass reaches a child's input, which only a tensor that the child has kept leads to."""
+    raise RuntimeError(_WAS_KEPT)
 
 
 class _Costs(TorchDispatchMode):

@@ -16,7 +16,7 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-from ..reports.timing import now
+from ..reports.step import now
 from .blocks import Block, Blocks
 from .steps import Measurement, Of, Training, everyone, together
 

@@ -24,9 +24,15 @@ from torch.jit import ScriptModule
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from .._torch import CPU_FLASH_ATTENTION, parametrizations_are_cached, tree_flatten, tree_leaves, tree_unflatten
+from .._torch import (
+    CPU_FLASH_ATTENTION,
+    compiled_checkpoint,
+    parametrizations_are_cached,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+)
 from ..call import followed_by
-from ..utils.compiled_checkpoint import compiled_checkpoint
 from ..utils.module_state import modules_in
 from .snapshot import Snapshot
 

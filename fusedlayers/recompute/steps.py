@@ -13,9 +13,8 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..memory import count_saved, device_of, peak_bytes
-from ..reports.step import Step
-from ..reports.timing import step_times
+from ..memory import device_of, peak_bytes, saved_bytes
+from ..reports.step import Step, step_times
 from ..utils.formatting import first_line
 from ..utils.module_state import isolated_gradients
 from ..utils.storages import trained_in
@@ -53,7 +52,7 @@ class Training:
         """The bytes that are saved for the backward pass."""
         self.reset_random()
         buffers = self.step.model.buffers() if isinstance(self.step.model, nn.Module) else ()
-        return count_saved(self.step.forward, exclude=[*buffers, self.step.args, self.step.kwargs]).bytes
+        return saved_bytes(self.step.forward, exclude=[*buffers, self.step.args, self.step.kwargs])
 
     def times_ms(self, variants: Sequence[Callable[[], None]]) -> list[float]:
         """Of a step, for each of the functions that make the model another one."""

@@ -25,7 +25,6 @@ from torch import Tensor, nn
 from .._torch import tree_leaves, tree_map_only
 from ..utils.module_state import modules_in
 from ..utils.storages import tensors_in
-from ..utils.torchscript import refuse_script
 from ..validation import is_whole
 from .budget import budget_from
 from .measurement import ChildCosts, measure
@@ -70,8 +69,6 @@ class SublinearSequential(nn.Sequential):
     >>> print(net.plan)
     15 of 16 children are recomputed, in 6 segments: 56.0 KiB saved in the forward pass, at most 56.0 KiB held ...
     """
-
-    __prepare_scriptable__ = refuse_script
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from ..memory import saved_bytes
 from ..nn.layer import WithActivation
 from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..sizes import SMALL_BYTES
-from ..utils.isolation import in_clean_state
+from ..utils.caching import in_clean_state
 
 #: Inputs that derivatives are compared on: fewer of 16 bits would be left to PyTorch.
 COUNT = SMALL_BYTES // 2
@@ -27,13 +27,12 @@ COUNT = SMALL_BYTES // 2
 @dataclass(frozen=True)
 class Accuracy:
     """Errors of the derivative for z ~ N(0, 1), against float64: the norm of the error over that of the derivative, and
-    the largest. ``eager`` is PyTorch's own in the same dtype; ``floor`` is what rounding the exact one to it costs."""
+    the largest. ``eager`` is PyTorch's own in the same dtype."""
 
     rms: float
     largest: float
     eager_rms: float
     eager_largest: float
-    floor_rms: float
 
 
 class Samples(NamedTuple):
@@ -57,12 +56,13 @@ class Subject:
 
     def __init__(self, activation: Activation, layer: WithActivation | None) -> None:
         self._activation, self.layer = activation, layer
-        self._shape, self.record = next(self._taken())
+        self._shape, self.record = self._taken()
         keeps_input = isinstance(layer, FusedGatedMLP) or (layer is not None and layer.save in ("input", "recompute"))
         self.keeps_input = keeps_input or self.record.output_refusal(torch.float32) is not None
 
-    def _taken(self) -> Iterator[tuple[tuple[int, ...], Activation]]:
-        """The shapes that the function takes, with channels as second dimension or as last one; and any shape last."""
+    def _taken(self) -> tuple[tuple[int, ...], Activation]:
+        """A shape that the function takes: with the channels that its tensors have as second dimension or as last one,
+        or any."""
         from ..activations.custom import without_logging  # whose import takes a second
 
         tensors = find_variables(self._activation.function).tensors
@@ -75,9 +75,9 @@ class Subject:
                 with without_logging():
                     record = self._specialised(shape)
                 if record.is_fusible:
-                    yield shape, record
+                    return shape, record
         shape = (*ones, COUNT // 64, 64)
-        yield shape, self._specialised(shape)
+        return shape, self._specialised(shape)
 
     def _specialised(self, shape: tuple[int, ...]) -> Activation:
         if not self._activation.needs_tracing:
@@ -85,7 +85,7 @@ class Subject:
         return with_operands(resolve(self._in(torch.float32)[1]), shape, torch.float32).activation
 
     def _in(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
-        """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
+        """The function as PyTorch computes it, and the one to hand to a layer, both with their tensors in this dtype."""
         if not self._activation.needs_tracing or self._activation.row is not None:
             return self._activation.plain, self._activation
         from ..activations.verification import own_tensors  # with it come parts of torch whose import takes a second
@@ -96,39 +96,32 @@ class Subject:
 
     @in_clean_state
     def measure(self, dtype: torch.dtype) -> tuple[tuple[float, float], Accuracy, Samples | None]:
-        """Bytes saved for each element between two layers, PyTorch's and here; errors; and samples, of what returns as
-        many elements. Raises what the function raises."""
+        """Bytes saved for each element between two layers, PyTorch's and here; errors; and samples, where as many
+        elements are returned. Errors of the function are raised."""
         z = torch.randn(self._shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         (function, activation), exact_function = self._in(dtype), self._in(torch.float64)[0]
         save = "auto" if self.layer is None else self.layer.save
         if save == "auto" and isinstance(self.layer, FusedGatedMLP):
             save = "input"  # as has the derivative of the block
-
-        def here(z: Tensor) -> Tensor:
-            return bias_act(z, None, activation, save=save)
+        here = functools.partial(bias_act, bias=None, activation=activation, save=save)
 
         y, exact = _derivative(exact_function, z.double())
-        slopes = _derivative(here, z)[1], _derivative(function, z)[1], exact.to(dtype)
-        errors = [(slope.double() - exact).abs() for slope in slopes]
+        errors = [(_derivative(f, z)[1].double() - exact).abs() for f in (here, function)]
         real = exact.isfinite()  # elsewhere there is nothing to compare with
         scale = float(exact[real].norm()) or 1.0
-        ours, eager, floor = ((float(error[real].norm()) / scale, float(error[real].max())) for error in errors)
-
-        channel = next((dim for dim in self.record.operand_dims if dim is not None), -1)
-
-        def of_first_channel(values: Tensor) -> Tensor:
-            return values.movedim(channel, -1).flatten(0, -2)[:, 0]
+        ours, eager = ((float(error[real].norm()) / scale, float(error[real].max())) for error in errors)
 
         samples = None
         if y.shape == z.shape:
-            order = of_first_channel(z).argsort()
-            columns = z.double(), y, exact, *errors[:2]
-            samples = Samples(*(of_first_channel(column)[order] for column in columns))
+            channel = next((dim for dim in self.record.operand_dims if dim is not None), -1)
+            first = [values.movedim(channel, -1).flatten(0, -2)[:, 0] for values in (z.double(), y, exact, *errors)]
+            order = first[0].argsort()
+            samples = Samples(*(values[order] for values in first))
         if isinstance(self.layer, FusedBlock):
             sizes = _bytes_of_block(self.layer, function, activation, z)
         else:
             sizes = [_bytes_between_layers(f, z) for f in (function, here)]
-        return (sizes[0] / z.numel(), sizes[1] / z.numel()), Accuracy(*ours, *eager, floor[0]), samples
+        return (sizes[0] / z.numel(), sizes[1] / z.numel()), Accuracy(*ours, *eager), samples
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -54,8 +54,8 @@ class ModuleTracker:
         return module
 
     def module_at(self, number: int) -> str:
-        """The innermost module that was running when autograd gave a node this number."""
-        return next(reversed(self._running_at(number)), "")
+        """The innermost module that was running when autograd gave a node this number; the model by its own name."""
+        return next(reversed(self._running_at(number)), "") or self.name
 
     def _running_at(self, number: int) -> tuple[str, ...]:
         """The modules that were running then, the innermost last."""

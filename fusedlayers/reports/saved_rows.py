@@ -1,4 +1,4 @@
-"""What a graph saves: a row for each storage, with the modules and operations that save it."""
+"""The tensors that a graph saves: a row for each storage, with the modules and operations that save it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .._torch import tree_leaves
 from ..activations import Activation
 from ..recipes.recipe import Saved, Value, all_of
 from ..utils.autograd_graph import checkpoints_of, is_leaf, raw_saved, saved_by
-from ..utils.formatting import merged_path, pattern_of
+from ..utils.formatting import path_text, pattern_of
 from ..utils.storages import strided_parts, tensors_in
 from .module_tracker import ModuleTracker
 
@@ -53,7 +53,8 @@ class Saver(NamedTuple):
 
 
 def savers_of(nodes: Sequence[Any], device: torch.device) -> Iterator[Saver]:
-    """What saves tensors on a device, in the order of the nodes; of tensors that wrap others, for each of these."""
+    """The savers of all tensors on a device, in the order of the nodes; of tensors that wrap others, for each of
+    these."""
     saved = (([node], operation_of(node), chain(saved_by(node), _saved_once(node))) for node in nodes)
     recomputed = ((own, "checkpoint", tensors) for own, tensors in checkpoints_of(nodes))
     for own, operation, tensors in chain(saved, recomputed):
@@ -65,18 +66,15 @@ def savers_of(nodes: Sequence[Any], device: torch.device) -> Iterator[Saver]:
 
 
 def _saved_once(node: Any) -> Iterator[Tensor]:
-    """What ``save_once`` has packed a node's saved tensors into: they as they are, and what they are replayed from."""
+    """The tensors that ``save_once`` has packed for a node: as they are, and those that recipes read."""
     packed = [] if is_leaf(node) else [raw.data for raw in raw_saved(node)]
     for value in all_of([data for data in packed if isinstance(data, Value)]):
         if isinstance(value, Saved):
             yield from tensors_in(value.packed)
 
 
-def rows_of(
-    savers: Iterable[Saver], tracker: ModuleTracker, existing: Container[int]
-) -> Iterator[tuple[Row, tuple[int, ...]]]:
-    """A row for each storage that is not ``existing``, where addresses are, and the numbers of all nodes that save
-    it."""
+def rows_of(savers: Iterable[Saver], tracker: ModuleTracker, existing: Container[int]) -> Iterator[Row]:
+    """A row for each storage whose address is not among the ``existing``."""
     by_storage: dict[int, list[Saver]] = {}
     for saver in savers:
         if (address := saver.tensor.untyped_storage()._cdata) not in existing:
@@ -84,15 +82,8 @@ def rows_of(
     for own in by_storage.values():
         (module, operation), *others = dict.fromkeys((tracker.module_of(*s.nodes), s.operation) for s in own)
         first = own[0].tensor
-        row = Row(
-            module,
-            operation,
-            tuple(first.shape),
-            str(first.dtype).removeprefix("torch."),
-            first.untyped_storage().nbytes(),
-            tuple(others),
-        )
-        yield row, tuple(node._sequence_nr() for saver in own for node in saver.nodes)
+        dtype, size = str(first.dtype).removeprefix("torch."), first.untyped_storage().nbytes()
+        yield Row(module, operation, tuple(first.shape), dtype, size, tuple(others))
 
 
 def operation_of(node: Any) -> str:
@@ -105,7 +96,7 @@ def operation_of(node: Any) -> str:
 
 
 class Entry(NamedTuple):
-    """What the same modules of repeated blocks save by one operation, in one shape: a line of a table."""
+    """A line of a table: the storages of one shape that one operation saves in the same modules of repeated blocks."""
 
     modules: str
     operation: str
@@ -121,7 +112,7 @@ def entries_of(rows: Iterable[Row], model: str) -> list[Entry]:
         alike.setdefault((pattern_of(row.module), operation, _tensor_text(row)), []).append(row)
     entries = []
     for (_, operation, tensor), own in alike.items():
-        modules = merged_path(dict.fromkeys(row.module for row in own)) or model
+        modules = path_text(dict.fromkeys(row.module for row in own), model)
         tensors = f"{len(own)} of {tensor}" if len(own) > 1 else tensor
         entries.append(Entry(modules, operation, tensors, sum(row.bytes for row in own)))
     return sorted(entries, key=lambda entry: -entry.bytes)
@@ -129,4 +120,4 @@ def entries_of(rows: Iterable[Row], model: str) -> list[Entry]:
 
 def _tensor_text(row: Row) -> str:
     is_part = row.bytes > math.prod(row.shape) * getattr(torch, row.dtype).itemsize
-    return f"{' x '.join(map(str, row.shape)) or 'scalar'} {row.dtype}{', of a larger buffer' if is_part else ''}"
+    return f"{' x '.join(map(str, row.shape)) or 'scalar'} {row.dtype}{', a view' if is_part else ''}"

@@ -1,29 +1,41 @@
-"""The training step that a memory report measures."""
+"""A training step, as reports run and time it: one call of a model, the loss, and the backward pass."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import truediv
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..utils.autograd_graph import leaves_of, nodes_of
-from ..utils.example import what_was_meant
+from ..utils.example import does_not_run
+from ..utils.formatting import first_line
+from ..utils.module_state import isolated_gradients
+from ..utils.progress import OnStage
 from ..utils.storages import tensors_in, trained_in
+
+#: Each time is of so many steps, after one that is not timed. The variants take turns, so that a busy machine slows all
+#: of them.
+ROUNDS = 7
 
 
 @dataclass(frozen=True)
 class Step:
-    """One call of a model on its arguments, the loss, and the backward pass."""
+    """One call of a model on its arguments, the loss, and the backward pass; ``function`` is the one that errors name.
+    The loss is a function of the result, or the sum of the means of all that requires grad in it."""
 
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     loss: Callable[[Any], Tensor] | None = None
-    #: Whom errors name.
     function: str = "memory_report"
 
     def check_loss(self) -> None:
@@ -31,15 +43,25 @@ class Step:
         if self.loss is not None and not callable(self.loss):
             raise TypeError(f"{self.function}: loss must be a function of the model's result, got {self.loss!r}")
 
+    @contextmanager
+    def readable(self, way: str = "") -> Iterator[None]:
+        """Raise errors of the model as those of its inputs, or of the way in which it is trained."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            if isinstance(error, ValueError) and str(error).startswith(f"{self.function}: "):
+                raise
+            if way:
+                reason = f"{type(error).__name__}: {first_line(error)}"
+                raise ValueError(f"{self.function}: the model does not run {way}: {reason}") from error
+            raise does_not_run(self.function, error, self.args) from error
+
     def forward(self) -> Tensor:
         """The loss of one call. No reference to the outputs is held."""
         torch.clear_autocast_cache()  # a training step begins without 16-bit copies of the weights, and saves its own
-        try:
-            result = self.model(*self.args, **self.kwargs)
-        except Exception as error:
-            if hint := what_was_meant(self.args):
-                error.add_note(f"{self.function}: {hint}")
-            raise
+        result = self.model(*self.args, **self.kwargs)
         if self.loss is not None:
             loss = self.loss(result)
             if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
@@ -50,7 +72,10 @@ class Step:
             return loss
         outputs = [t for t in tensors_of(result) if t.requires_grad and t.is_floating_point()]
         if not outputs:
-            raise ValueError(self._no_gradient(result))
+            raise ValueError(
+                f"{self.function}: the model returned {_described(result)}, expected a floating-point tensor that "
+                f"requires grad, alone or in a tuple, list, mapping or dataclass: {no_gradient_because(self.model)}"
+            )
         total = outputs[0].mean()
         for output in outputs[1:]:
             total = total + output.mean().to(total.device, total.dtype)
@@ -67,12 +92,6 @@ class Step:
         """
         known = trained_in((self.args, self.kwargs, [(module, vars(module)) for module in modules]))
         return [*dict.fromkeys((*leaves_of(nodes_of([loss])), *known))]
-
-    def _no_gradient(self, result: Any) -> str:
-        return (
-            f"{self.function}: the model returned {_described(result)}, expected a floating-point tensor that requires "
-            f"grad, alone or in a tuple, list, mapping or dataclass: {no_gradient_because(self.model)}"
-        )
 
 
 def no_gradient_because(model: Any) -> str:
@@ -105,3 +124,49 @@ def _described(result: Any) -> str:
         return f"a {str(result.dtype).removeprefix('torch.')} tensor of shape {tuple(result.shape)} that {grad}"
     found = sum(1 for _ in tensors_of(result))
     return f"{type(result).__name__} with {found} tensor{'' if found == 1 else 's'} in it"
+
+
+# --- times ------------------------------------------------------------------------------------------------------------
+
+
+def step_times(step: Step, variants: Sequence[Callable[[], None]], reset_random: Callable[[], None]) -> list[float]:
+    """The milliseconds of forward and backward, for each of the ``variants``: functions that make the model one.
+
+    The median of the first one's times; of the others that of their ratio to the first in the same round, because how
+    fast a machine is changes between rounds.
+    """
+    modules = step.model.modules() if isinstance(step.model, torch.nn.Module) else ()
+    leaves: list[Tensor] | None = None
+    times: list[list[float]] = [[] for _ in variants]
+    for number in range(ROUNDS + 1):
+        for switch, found in zip(variants, times, strict=True):
+            switch()
+            leaves = step.trained(step.forward(), modules) if leaves is None else leaves
+            reset_random()
+            with isolated_gradients(leaves):
+                start = now()
+                step.run()
+                time_ms = 1e3 * (now() - start)
+            if number:  # the first step makes plans, and compiles
+                found.append(time_ms)
+    first = times[0]
+    return [statistics.median(first) * statistics.median(map(truediv, found, first)) for found in times]
+
+
+def telling(variant: Callable[[], None], on_stage: OnStage) -> Callable[[], None]:
+    """The first of the variants; it tells when a round begins."""
+    rounds = itertools.count()
+
+    def tell() -> None:
+        done = next(rounds)
+        on_stage(f"timing steps, round {done + 1}", done / (ROUNDS + 1))
+        variant()
+
+    return tell
+
+
+def now() -> float:
+    """Seconds, when the GPU has done all its work."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

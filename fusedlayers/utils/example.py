@@ -1,4 +1,4 @@
-"""A model and its example inputs, as users pass them: what is refused, and how the model is run on them."""
+"""A model and its example inputs, as users pass them: refusals, arguments, and errors of the model's own code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,22 @@ from torch.nn.parameter import is_lazy
 
 from .._torch import NormBase, dynamo_is_loaded, is_optimized
 from .formatting import described, first_line
-from .refusals import check_instance
+
+
+def check_flag(function: str, name: str, value: object) -> None:
+    """Refuse all but True and False: a text such as "no" would count as True."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{function}: {name} must be True or False, got {value!r}")
+
+
+def check_instance(function: str, model: object) -> None:
+    """Refuse a class of modules in the place of a module."""
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        raise TypeError(f"{function}: model must be an instance, {model.__name__}(...), and not the class")
 
 
 def check_module(function: str, model: object) -> None:
-    """Raise where this is no module."""
+    """Refuse all but modules."""
     if not isinstance(model, nn.Module):
         check_instance(function, model)
         is_tensor = isinstance(model, Tensor)
@@ -25,12 +36,23 @@ def check_module(function: str, model: object) -> None:
 
 
 def check_model(function: str, model: object) -> None:
-    """Raise where this is no module, or one of lazy parameters that have no shape."""
+    """Refuse all but modules, and those of lazy parameters that have no shape."""
     check_module(function, model)
     assert isinstance(model, nn.Module)
     lazy = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if is_lazy(tensor)]
     if lazy:
         raise ValueError(f"{function}: {lazy[0]} has no shape yet; call the model once, and then {function}")
+
+
+def check_uncompiled(function: str, model: nn.Module) -> None:
+    """Refuse a model whose code is not what runs."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise TypeError(f"{function}: the model is of TorchScript; {function} it before you trace or script it")
+    if is_optimized(model) or model._compiled_call_impl is not None:
+        raise TypeError(
+            f"{function}: the model is compiled, and torch.compile decides itself what to save; {function} what is not "
+            f"compiled, or call {function} before torch.compile, which then leaves it as it is"
+        )
 
 
 def arguments_from(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -41,59 +63,43 @@ def arguments_from(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def eagerly() -> Any:
-    """What is compiled runs as it was written, so that its operations are seen. Where nothing has been compiled yet the
-    compiler, which takes a second to import, is not asked."""
+    """A context in which compiled code runs as it was written, so that its operations are seen. Where nothing has been
+    compiled yet the compiler, which takes a second to import, is not asked."""
     return torch.compiler.set_stance("force_eager") if dynamo_is_loaded() else contextlib.nullcontext()
-
-
-def check_uncompiled(function: str, model: nn.Module) -> None:
-    """Raise where the model's code is not what runs."""
-    if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(f"{function}: the model is of TorchScript; {function} it before you trace or script it")
-    if is_optimized(model) or model._compiled_call_impl is not None:
-        raise TypeError(
-            f"{function}: the model is compiled, and torch.compile decides itself what to save; {function} what is not "
-            f"compiled, or call {function} before torch.compile, which then leaves it as it is"
-        )
 
 
 def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) -> ValueError:
     """The error for inputs that the model raises on."""
-    if type(error).__name__ in ("BackendCompilerFailed", "InductorError"):
-        return ValueError(
-            f"{function}: torch.compile failed on the model. See whether torch.compile(model) works by itself; if not, "
-            f"its C++ compiler or its cache (TORCHINDUCTOR_CACHE_DIR) may be broken: {first_line(error)}"
-        )
-    hint = what_was_meant(args)
-    if hint:
-        hint = f" ({hint})"
-    elif isinstance(error, TypeError) and " missing " in str(error):
-        hint = " (pass all that it needs: a tuple of positional arguments, or a dict of keyword arguments)"
-    elif len(args) > 1 and isinstance(error, TypeError) and "positional argument" in str(error):
-        hint = (
-            " (a tuple or a list holds positional arguments; of a pair from a loader pass batch[0], and for one that "
-            "is a list write ([a, b],))"
-        )
-    elif isinstance(error, TypeError) and "keyword argument" in str(error):
-        hint = " (a dict holds keyword arguments, by their names; for a model that takes a dict write (batch,))"
+    hint = _hint(error, args)
     return ValueError(
-        f"{function}: the model does not run on these inputs{hint}: {type(error).__name__}: {first_line(error)}"
+        f"{function}: the model does not run on these inputs{hint and f' ({hint})'}: {type(error).__name__}: "
+        f"{first_line(error)}"
     )
 
 
-def what_was_meant(args: tuple[Any, ...]) -> str:
-    """A hint where a model's arguments are not what models take; else nothing."""
+def _hint(error: Exception, args: tuple[Any, ...]) -> str:
+    """The mistake that a user has probably made, and its remedy; or nothing."""
     if any(type(arg).__module__ == "numpy" for arg in args):
         return "a NumPy array is among the inputs; torch.from_numpy makes a tensor of it"
     if any(type(arg).__module__.startswith("torch.utils.data.") for arg in args):
         return "a data loader or a dataset is among the inputs; pass a batch, such as next(iter(loader))"
     if len(args) > 1 and all(type(arg) is int for arg in args):
         return f"the inputs are numbers; if a tensor of this shape is meant, pass torch.randn{args}"
+    said = str(error) if isinstance(error, TypeError) else ""
+    if " missing " in said:
+        return "pass all that it needs: a tuple of positional arguments, or a dict of keyword arguments"
+    if len(args) > 1 and "positional argument" in said:
+        return (
+            "a tuple or a list holds positional arguments; of a pair from a loader pass batch[0], and for one that is "
+            "a list write ([a, b],)"
+        )
+    if "keyword argument" in said:
+        return "a dict holds keyword arguments, by their names; for a model that takes a dict write (batch,)"
     return ""
 
 
 def evaluation_notes(model: nn.Module) -> list[str]:
-    """For a model in evaluation, if it has modules that do something else in training."""
+    """A note on a model in evaluation that has modules which do something else in training."""
     kinds = (nn.Dropout, nn.Dropout2d, NormBase)
     if model.training or not any(isinstance(module, kinds) for module in model.modules()):
         return []

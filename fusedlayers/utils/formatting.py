@@ -1,4 +1,4 @@
-"""How reports print sizes, durations, and the paths of similar modules."""
+"""Texts of reports and errors: sizes, durations, paths of similar modules, and tables."""
 
 from __future__ import annotations
 
@@ -27,11 +27,6 @@ def budget_text(size: int) -> str:
     """The same, and in the units of a thousand that it may have been given in: "191 MiB (200 MB)"."""
     power = next((power for power in (9, 6) if size and size % 10**power == 0), None)
     return size_text(size) + ("" if power is None else f" ({size // 10**power} {'GB' if power == 9 else 'MB'})")
-
-
-def whole_size_text(size: int) -> str:
-    """A limit in whole units: "128 KiB", "1 MiB"."""
-    return f"{size / 2**20:g} MiB" if size >= 1 << 20 else f"{size / 2**10:g} KiB"
 
 
 def size_from(text: str) -> int:
@@ -69,11 +64,6 @@ def duration_text(seconds: float) -> str:
     return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def is_within(path: str, outer: str) -> bool:
-    """Whether the module of this path is that of ``outer``, or in it; the path of the model is empty."""
-    return not outer or path == outer or path.startswith(f"{outer}.")
-
-
 def pattern_of(module: str) -> tuple[str, ...]:
     """A path with its numbers replaced by ``*``: the same for all repeated blocks."""
     return tuple("*" if part.isdecimal() else part for part in module.split("."))
@@ -94,33 +84,17 @@ def with_place(name: str, function: object) -> str:
     return f"{name} ({os.path.basename(code.co_filename)}, line {code.co_firstlineno})"
 
 
-def merged_path(modules: Iterable[str]) -> str:
-    """One path for paths that differ in their numbers, or as few as name no others: ``layer.0`` and ``layer.1`` are
-    ``layer.0-1``, and ``0.0``, ``0.1`` and ``1.1`` are ``0.0-1, 1.1``."""
-    paths = _merged([tuple(module.split(".")) for module in modules])
-    return ", ".join(".".join(path) for path in paths)
-
-
-def path_text(modules: Iterable[str]) -> str:
-    """One path for the modules of repeated blocks; several where they differ in more than numbers."""
-    alike: dict[object, list[str]] = {}
+def path_text(modules: Iterable[str], model: str = "the model") -> str:
+    """One path for the modules of repeated blocks: ``layer.0`` and ``layer.1`` are ``layer.0-1``, and ``0.0``, ``0.1``
+    and ``1.1`` are ``0.0-1, 1.1``. Several where they differ in more than numbers; the model's own is ``model``."""
+    alike: dict[object, list[tuple[str, ...]]] = {}
     for path in modules:
-        alike.setdefault(pattern_of(path), []).append(path)
-    return ", ".join(merged_path(paths) or "the model" for paths in alike.values())
-
-
-def counted_lines(rows: Sequence[Sequence[str]], numbers: int = 1) -> Iterator[str]:
-    """The lines of a table below a header, whose first columns, so many, are numbers."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        padded = (
-            f"{text:>{width}}" if column < numbers else f"{text:<{width}}"
-            for column, (text, width) in enumerate(zip(row, widths, strict=True))
-        )
-        yield "  ".join(padded).rstrip()
+        alike.setdefault(pattern_of(path), []).append(tuple(path.split(".")))
+    return ", ".join(".".join(path) or model for paths in alike.values() for path in _merged(paths))
 
 
 def _merged(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """As few paths as name these and no others."""
     rests: dict[str, dict[tuple[str, ...], None]] = {}
     for path in paths:
         if not path:
@@ -138,3 +112,30 @@ def _span(parts: Sequence[str]) -> str:
     numbers = sorted(map(int, parts))
     runs = [[n for _, n in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+#: Characters of a table's line, and of a column that is cut to keep to them.
+COLUMNS, LEAST = 100, 18
+
+
+def shortened(text: str, width: int) -> str:
+    """The text without its middle, where it is longer than ``width``: paths differ at their ends."""
+    end = (width - 1) // 2
+    return text if len(text) <= width else f"{text[: width - 1 - end]}…{text[-end:]}"
+
+
+def counted_lines(rows: Sequence[Sequence[str]], numbers: int = 1) -> Iterator[str]:
+    """The lines of a table below a header, whose first columns, so many, are numbers. The columns between these and the
+    last one are cut where lines would be too long."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    texts = range(numbers, len(widths) - 1)
+    while sum(widths) + 2 * len(widths) - 2 > COLUMNS and max((widths[i] for i in texts), default=0) > LEAST:
+        widths[max(texts, key=widths.__getitem__)] -= 1
+    for row in rows:
+        padded = (
+            f"{text:>{width}}" if column < numbers else f"{shortened(text, width):<{width}}"
+            for column, (text, width) in enumerate(zip(row, widths, strict=True))
+        )
+        yield "  ".join(padded).rstrip()

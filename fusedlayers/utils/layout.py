@@ -21,13 +21,8 @@ def operand_along(operand: Tensor, dim: int, dims: int) -> Tensor:
 
 def sum_along(tensor: Tensor, dim: int) -> Tensor:
     """``tensor`` summed over all dimensions but ``dim``."""
-    return tensor.sum(other_dims(tensor, dim)) if tensor.dim() > 1 else tensor
-
-
-def other_dims(tensor: Tensor, dim: int) -> list[int]:
-    """All dimensions but ``dim``."""
     dims = tensor.dim()
-    return [i for i in range(dims) if i != dim % dims]
+    return tensor.sum([i for i in range(dims) if i != dim % dims]) if dims > 1 else tensor
 
 
 class Layout(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import FakeTensor, is_traceable_wrapper_subclass, tree_leaves
+from .._torch import is_traceable_wrapper_subclass, tree_leaves
 
 
 def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -25,19 +25,10 @@ def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
         yield from (tensor._indices(), tensor._values())
 
 
-def storages_of(tensors: Iterable[Tensor]) -> Iterator[torch.UntypedStorage]:
-    """The storages of the tensors, once for each that lies in one."""
-    return (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
-
-
 def sizes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The bytes of the tensors' storages, by address."""
-    return {storage._cdata: storage.nbytes() for storage in storages_of(tensors)}
-
-
-def has_data(tensor: Tensor) -> bool:
-    """Whether there is memory behind it: meta and fake tensors are shapes."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+    storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
+    return {storage._cdata: storage.nbytes() for storage in storages}
 
 
 def is_plain(tensor: Tensor) -> bool:

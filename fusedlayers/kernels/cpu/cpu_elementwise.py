@@ -20,7 +20,7 @@ from torch import Tensor
 from ...activations import Activation
 from ...derivative import branch_bit
 from ...derivative.folded import FoldedDerivative
-from ...utils.isolation import in_clean_state
+from ...utils.caching import in_clean_state
 from ...utils.layout import is_dense, laid_out_as, layout_along
 from ...utils.storages import is_plain
 from .. import reference

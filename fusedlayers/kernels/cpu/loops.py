@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...derivative.features import Fold
-from ...utils.isolation import in_clean_state
+from ...utils.caching import in_clean_state
 from ...utils.layout import Layout, is_dense
 from . import build
 

@@ -23,7 +23,7 @@ from ...derivative.features import round_numbers
 from ...derivative.folded import TAIL_FRACTION, FoldedDerivative, FoldedInverse, Polynomials
 from ...derivative.monotone import FAR, MonotoneDerivative
 from ...derivative.polynomial import PRECISIONS, TINY, to_float32
-from ...utils.isolation import in_clean_state
+from ...utils.caching import in_clean_state
 from . import loops
 from .loops import PLACES, cubics
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from ...activations import Activation, upcast
 from ...derivative import branch_bit
 from ...derivative.folded import FoldedDerivative
-from ...utils.isolation import in_clean_state
+from ...utils.caching import in_clean_state
 from .chunks import for_each
 
 

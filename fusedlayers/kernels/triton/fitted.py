@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...derivative.polynomial import Piece, interpolate
-from ...utils.isolation import in_clean_state
+from ...utils.caching import in_clean_state
 from . import device
 
 Function = Callable[[Tensor], Tensor]

@@ -23,7 +23,7 @@ from triton.compiler import CompiledKernel
 from triton.knobs import runtime
 from triton.runtime import driver
 
-from ...utils.isolation import in_clean_state
+from ...utils.caching import in_clean_state
 
 _NOTHING = nullcontext()
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...utils.bounded_cache import BoundedCache
+from ...utils.caching import BoundedCache
 from .launch import Launch, cdiv, next_power_of_2
 
 #: Partial sums that a program holds at a time, of at most ``CHANNELS`` channels: 128 bytes are read in a row.

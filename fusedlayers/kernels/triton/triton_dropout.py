@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...activations import Activation
 from ...activations.tracing import trace
-from ...utils.bounded_cache import BoundedCache
+from ...utils.caching import BoundedCache
 from .. import reference
 from .codegen import compile_function, print_function
 from .launch import Launch, cdiv, on

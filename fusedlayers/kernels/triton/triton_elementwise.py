@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...activations import Activation
-from ...utils.bounded_cache import BoundedCache
+from ...utils.caching import BoundedCache
 from ...utils.layout import is_dense, laid_out_as
 from ..interface import GradientRequest
 from . import tiles

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from ...activations import Activation
-from ...utils.bounded_cache import BoundedCache
+from ...utils.caching import BoundedCache
 from ..interface import GradientRequest
 from . import tiles
 from .codegen import device_function

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...utils.bounded_cache import BoundedCache
+from ...utils.caching import BoundedCache
 from .. import reference
 from ..interface import RmsNormOptions
 from .launch import Launch, cdiv, next_power_of_2, on

@@ -1,14 +1,34 @@
-"""Run a function outside all of the caller's thread-local modes."""
+"""Values that are computed once and kept: a cache that forgets, and a thread without the caller's modes."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
+V = TypeVar("V")
+
+LIMIT = 512
+
+
+class BoundedCache(dict[Hashable, V]):
+    """A dict of at most ``limit`` entries, which forgets the oldest ones; any thread may use it. Look-ups are the
+    dict's own: they enter no Python function."""
+
+    def __init__(self, limit: int = LIMIT) -> None:
+        super().__init__()
+        self.limit = limit
+        self._lock = threading.Lock()
+
+    def put(self, key: Hashable, value: V) -> V:
+        with self._lock:
+            self[key] = value
+            if len(self) > self.limit:
+                del self[next(iter(self))]
+        return value
 
 
 def in_clean_state(function: Callable[P, R]) -> Callable[P, R]:

@@ -1,0 +1,242 @@
+"""``memory_report``: where the memory of a model's training step goes.
+
+The step runs twice: once for all that is made on first use, and once in a profile, between whose forward and backward
+pass the graph is read (``saved_rows.py``). The profile has allocations, operators, and the nodes of the backward pass
+with the numbers that autograd gave them: they say what the peak is, and what ran then.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..memory import device_of, peak_of, profile_events
+from ..utils.autograd_graph import hides_what_it_saves, nodes_of
+from ..utils.example import arguments_from, check_instance
+from ..utils.formatting import counted_lines, path_text, shortened, size_text, unit_for
+from ..utils.module_state import isolated_gradients, unchanged
+from ..utils.report import FONT, HERE, INK, DrawnReport, NothingToDrawError, new_figure, style
+from ..utils.storages import sizes_of
+from .module_tracker import ModuleTracker
+from .saved_rows import Row, entries_of, rows_of, savers_of
+from .step import Step, tensors_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: How many lines a table has at most, before the rest is summed up; and a picture bars.
+LINES, BARS = 16, 12
+#: The profiler's scope of nodes of a backward pass (``at::RecordScope``).
+BACKWARD = 1
+#: Events inside of the operator that a reader knows.
+_INNER = ("aten::empty", "aten::resize", "autograd::")
+
+
+@dataclass(frozen=True)
+class MemoryReport(DrawnReport):
+    """The report of ``memory_report``. ``str()`` is a table, ``plot(path)`` a picture.
+
+    Attributes:
+        name: of the model's class, or of the function.
+        device: where it was measured.
+        rows: every saved storage once, the largest first. What existed before the call, such as inputs, parameters and
+            buffers, is not among them.
+        peak_bytes: the most that the device's allocator has handed out at once in a forward and a backward pass.
+        moment: when that was.
+        unlisted: paths of the modules whose nodes do not show what they save, so that the rows lack it: TorchScript's,
+            other C++ extensions', and those of writes over views in place.
+    """
+
+    name: str
+    device: str
+    rows: tuple[Row, ...]
+    peak_bytes: int
+    moment: str
+    unlisted: tuple[str, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        """The sum of the rows."""
+        return sum(row.bytes for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain values, for JSON."""
+        return super().to_dict() | {"saved_bytes": self.saved_bytes}
+
+    def figure(self) -> Figure:
+        """A bar for each of the largest lines of the table.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: nothing is saved.
+        """
+        if not self.saved_bytes:
+            raise NothingToDrawError(
+                f"memory_report: {self.name} saves nothing for backward, so that there is nothing to draw"
+            )
+        entries = entries_of(self.rows, self.name)[:BARS]
+        saved = f"{size_text(self.saved_bytes)} saved for backward, by module and operation"
+        title = f"{self.name} on {self.device}: {saved}\n{self._peak()}"
+        figure = new_figure("memory_report", 1 + 0.25 * len(entries), title)
+        axes = figure.subplots()
+        drawn = axes.barh(range(len(entries)), [entry.bytes for entry in entries], color=HERE)
+        axes.bar_label(drawn, [size_text(entry.bytes) for entry in entries], padding=3, fontsize=FONT, color=INK)
+        style(axes)
+        axes.set_yticks(range(len(entries)), [shortened(f"{e.modules}: {e.operation}", 60) for e in entries])
+        axes.grid(False)
+        axes.set_xticks([])  # each bar states its value
+        axes.margins(x=0.1)
+        axes.invert_yaxis()
+        return figure
+
+    def _peak(self) -> str:
+        share = 100 * self.saved_bytes / max(self.peak_bytes, 1)  # what backward had freed by then counts too
+        return f"Peak: {size_text(self.peak_bytes)}, of which these are at most {share:.0f} %\nin the {self.moment}"
+
+    def __str__(self) -> str:
+        entries, saved = entries_of(self.rows, self.name), self.saved_bytes
+        unit, scale = unit_for(saved)
+
+        def line(size: int, *texts: str) -> tuple[str, ...]:
+            return f"{size / scale:.2f}", f"{100 * size / max(saved, 1):.1f}", *texts
+
+        rows: list[tuple[str, ...]] = [(f"{unit:>9}", f"{'%':>6}", "module", "saved by", "tensors")]
+        rows += [line(entry.bytes, entry.modules, entry.operation, entry.tensors) for entry in entries[:LINES]]
+        if others := entries[LINES:]:
+            rows.append(line(sum(entry.bytes for entry in others), f"{len(others)} more", "", ""))
+        rows.append(line(saved, "saved for backward", "", ""))
+        notes = []
+        if any("+" in entry.operation for entry in entries[:LINES]):
+            notes.append("+n: n more operations save the same memory")
+        if self.unlisted:
+            savers = f"TorchScript, C++ extensions or writes over views in place: {path_text(self.unlisted)}"
+            notes.append(f"not listed (fusedlayers.memory.saved_bytes counts it): what is saved by {savers}")
+        head = [f"{self.name} on {self.device}", ""]
+        return "\n".join([*head, *counted_lines(rows, numbers=2), *(f"{'':<19}{n}" for n in notes), "", self._peak()])
+
+
+def memory_report(
+    model: Callable[..., Any], inputs: Any = (), /, *more: Any, loss: Callable[[Any], Tensor] | None = None
+) -> MemoryReport:
+    """Say where the memory of a model's forward and backward pass goes.
+
+    Every tensor that is made and saved for backward is listed, storages once, by module and operation. The peak is
+    measured, with what ran then, and compared with the sum of the list. What TorchScript, C++ extensions and writes
+    over views in place save is not listed; the report names the modules.
+
+    The step runs twice. The model is left as it was, with its gradients, buffers (statistics of batch norms), mode,
+    hooks and parameters, and so are the states of the random number generators; hooks of yours run. (Of tensors that
+    are neither arguments, nor parameters or other attributes of modules, and that only the function of a reentrant
+    checkpoint reads, gradients stay behind.)
+
+    On a CPU some operators allocate a buffer for each thread, so that the peak depends on ``torch.get_num_threads()``.
+    Not seen is memory that libraries take from the system behind torch's back. What saved-tensor hooks made is listed
+    if it lies in tuples, lists and dicts. Compiled code is one operation, of the innermost module that is not compiled.
+
+    Args:
+        model: a module, or any function of tensors. Functions are asked for the modules that they name.
+        inputs: as for ``fuse``: a tensor, a tuple of positional arguments, or a mapping of keywords. The device is CUDA
+            if a tensor of the model or of these is there, else the CPU.
+        loss: of the model's result, a scalar. By default the sum of the means of all floating-point tensors in the
+            result that require grad.
+
+    Raises:
+        TypeError: ``model`` cannot be called; several inputs that are no tuple.
+        ValueError: inputs that the model does not run on; nothing in the result, or not the loss, requires grad;
+            tensors on other devices.
+
+    >>> import torch, fusedlayers as fl
+    >>> model = torch.nn.Sequential(torch.nn.Linear(8, 32), torch.nn.GELU(), torch.nn.Linear(32, 8))
+    >>> fl.memory_report(model, torch.randn(64, 8)).saved_bytes  # gelu's input and its output
+    16384
+    """
+    check_instance("memory_report", model)
+    if not callable(model):
+        raise TypeError(
+            f"memory_report: model must be a module or a function, got {type(model).__name__}; "
+            "pass the model itself, then its inputs"
+        )
+    if more:
+        raise TypeError("memory_report: inputs must be one tuple or dict: memory_report(model, (x, y))")
+    step = Step(model, *arguments_from(inputs), loss)
+    step.check_loss()
+    tracker = ModuleTracker(model)
+    inputs = [*tensors_of((step.args, step.kwargs))]
+    device = _device([*inputs, *tracker.tensors()])
+    with unchanged(tracker.modules, inputs) as reset_random:
+        with step.readable():
+            loss_value = step.forward()
+        leaves = step.trained(loss_value, tracker.modules)
+        saved = [weakref.ref(saver.tensor.untyped_storage()) for saver in savers_of(nodes_of([loss_value]), device)]
+        with isolated_gradients(leaves):
+            loss_value.backward()
+        del loss_value
+        reset_random()
+        torch.clear_autocast_cache()  # its copies of weights would be freed, and not allocated, in the profile
+        with isolated_gradients(leaves):
+            return _measured(step, tracker, device, [*inputs, *leaves], saved)
+
+
+def _measured(
+    step: Step,
+    tracker: ModuleTracker,
+    device: torch.device,
+    existing: Sequence[Tensor],
+    saved_before: Sequence[weakref.ref[torch.UntypedStorage]],
+) -> MemoryReport:
+    """The report of a step. ``saved_before``: the storages that an earlier step has saved. Those that are still there
+    when this one saves them were there before both."""
+    rows: list[Row] = []
+    hidden: set[str] = set()
+
+    def read(nodes: Sequence[Any]) -> None:
+        storages = [storage for ref in saved_before if (storage := ref()) is not None]
+        addresses = {*sizes_of([*existing, *tracker.tensors()]), *(storage._cdata for storage in storages)}
+        rows.extend(rows_of(savers_of(nodes, device), tracker, addresses))
+        hidden.update(tracker.module_of(node) for node in nodes if hides_what_it_saves(node))
+
+    def run() -> None:
+        with tracker.tracking():
+            loss = step.forward()
+            read(nodes_of([loss]))  # no variable of this function may hold what the backward pass is to free
+            loss.backward()
+
+    peak_bytes, moment = _peak_in(profile_events(run), device, tracker)
+    rows.sort(key=lambda row: -row.bytes)
+    return MemoryReport(tracker.name, str(device), tuple(rows), peak_bytes, moment, tuple(sorted(hidden)))
+
+
+def _peak_in(events: Sequence[Any], device: torch.device, tracker: ModuleTracker) -> tuple[int, str]:
+    """The most that was allocated at once, and when: the pass, and the operator, for which node or module."""
+    most, time = peak_of(events, device)
+    begun = [event for event in events if event.name() != "[memory]" and event.start_ns() <= time]
+    running = [event for event in begun if event.end_ns() >= time]
+    operator = next((e.name() for e in reversed(running) if not e.name().startswith(_INNER)), "")
+    # Each thread numbers its own nodes: those that a reentrant checkpoint makes in a GPU's backward thread are apart.
+    nodes = [event for event in begun if event.scope() == BACKWARD]
+    nodes = [event for event in nodes if event.fwd_thread_id() == nodes[0].fwd_thread_id()]
+    if nodes:
+        # The last one: the engine sums gradients and frees what a node has saved after the node's own event.
+        number = nodes[-1].sequence_nr()  # of a leaf's it is negative
+        place = nodes[-1].name() + (f" of {tracker.module_at(number)}" if number >= 0 else "")
+        return most, f"backward pass, {' in '.join(dict.fromkeys(filter(None, (operator, place))))}"
+    numbers = [event.sequence_nr() for event in running if event.sequence_nr() >= 0]
+    made = numbers[0] if numbers else 1 + max((event.sequence_nr() for event in begun), default=-1)
+    return most, f"forward pass, {operator} in {tracker.module_at(made)}"
+
+
+def _device(tensors: Sequence[Tensor]) -> torch.device:
+    """The device to measure."""
+    device = device_of(tensors)
+    others = {tensor.device.type for tensor in tensors} - {"cpu", "cuda"}
+    if others and device.type == "cpu":
+        raise ValueError(
+            f"memory_report: got tensors on {' and '.join(sorted(others))}, but can measure only on cpu and cuda; move "
+            "the model and its inputs there"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
