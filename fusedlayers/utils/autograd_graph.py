@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from .._torch import SELECTIVE_CHECKPOINT_MODES, SavedTensor, tree_leaves
@@ -113,25 +112,3 @@ def raw_saved(node: Any) -> Iterator[Any]:
 
 def _tensors(tree: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
-
-
-def as_interior(tensor: Tensor, error: str | None = None) -> Tensor:
-    """``tensor``, which has no graph, as an interior one of a graph: it may be written over, as a leaf may not.
-
-    Its backward pass ends there, or raises ``error``.
-    """
-    source = torch.empty(0, device=tensor.device, requires_grad=True)
-    return cast("Tensor", _Interior.apply(source, [tensor], error))
-
-
-class _Interior(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, source: Tensor, held: list[Tensor], error: str | None) -> Tensor:
-        ctx.error = error
-        return held[0]
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        if ctx.error is not None:
-            raise RuntimeError(ctx.error)
-        return torch.zeros(0, device=grads[0].device), None, None
