@@ -28,7 +28,7 @@ from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.recipes.patch import patch_of
 from fusedlayers.recompute.blocks import Block, Blocks
 from fusedlayers.recompute.plans import Cost, Plans
-from fusedlayers.recompute.steps import Measurement, Training
+from fusedlayers.recompute.training import Measurement, Training
 from fusedlayers.reports import timing
 from fusedlayers.reports.step import Step
 
@@ -89,10 +89,6 @@ def _convolutions() -> nn.Module:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "transformer": lambda: (Transformer(), torch.randn(4, 64, 16)),
-    "encoder": lambda: (
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, 0.1, "gelu", batch_first=True), 3),
-        torch.randn(4, 64, 64),
-    ),
     "convolutions": lambda: (_convolutions(), torch.randn(8, 3, 32, 32)),
 }
 
@@ -103,6 +99,13 @@ def _made(name: str) -> tuple[Any, Tensor]:
     with torch.no_grad():
         model(x[:2])
     return model.train(), x
+
+
+def _without_dropout(model: nn.Module) -> Any:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
 
 
 def _bytes(model: nn.Module, x: Tensor, of: str) -> int:
@@ -288,10 +291,7 @@ def test_autocast() -> None:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_compiled() -> None:
     model, x = _made("transformer")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model(x).sum().backward()
+    _without_dropout(model)(x).sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     fl.fit(model, x, fraction=0.3)
@@ -319,9 +319,7 @@ def _distributed(rank: int, count: int) -> Any:
     mesh = init_device_mesh("cpu", (count,))
     for name in ("ddp", "fsdp"):
         model, x = _made("transformer")
-        for module in model.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
+        _without_dropout(model)
         mine = x.chunk(count)[rank]
         report = fl.fit(model, mine, fraction=0.4)
         if name == "ddp":
@@ -348,10 +346,7 @@ def test_distributed(tmp_path: Path) -> None:
     assert results[0]["errors"][1].startswith("fit: another process has raised RuntimeError: ")
     assert results[1]["errors"][1].startswith("fit: the model does not run on these inputs")
     model, x = _made("transformer")
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    model(x).square().mean().backward()
+    _without_dropout(model)(x).square().mean().backward()
     for name in ("ddp", "fsdp"):
         assert results[0][name][0] == results[1][name][0] and all(found[name][1] for found in results)
         for ours, p in zip(results[0][name][2], model.parameters(), strict=True):
@@ -504,8 +499,9 @@ def test_a_model_without_blocks() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     report = fl.fit(model, torch.randn(512, 64), fraction=0.7)
-    assert "Nothing is recomputed: no blocks were found (children of" in str(report)
-    with pytest.raises(ValueError, match=r"cannot be met: .* with every block recomputed \(no blocks were found"):
+    assert "Nothing is recomputed: no blocks were found: children of" in str(report)
+    assert str(report).endswith("or call a part by fl.sublinear(part, x).")
+    with pytest.raises(ValueError, match=r"with every block recomputed \(no blocks were found: .* into an nn.ModuleL"):
         fl.fit(model, torch.randn(512, 64), fraction=0.1)
 
 
@@ -534,7 +530,8 @@ def test_the_report() -> None:
 
 
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    small = bench.Case("small/float32", lambda: MODELS["encoder"](), "layers")
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, 0.1, "gelu", batch_first=True), 3)
+    small = bench.Case("small/float32", lambda: (encoder, torch.randn(4, 64, 64)), "layers")
     monkeypatch.setattr(bench, "CASES", (small,))
     assert bench_main(["fit", "--quick", "--out", str(tmp_path)]) == 0
     assert ": eager 100.0% 1.00x | checkpoint " in capsys.readouterr().out

@@ -14,22 +14,22 @@ from ..recipes.fuse import unfuse
 from ..recipes.patch import patch_of
 from ..reports.step import Step
 from ..reports.timing import telling
-from ..utils.example import arguments_from, check_uncompiled, eagerly, evaluation_notes
+from ..utils.example import arguments_from, check_uncompiled, eagerly
 from ..utils.formatting import path_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked, within
 from ..utils.refusals import check_flag
 from ..utils.storages import tensors_in
 from .blocks import Block, Blocks
-from .budget import Budget, check_arguments, readable, unmet
 from .fit_report import FitReport
 from .plans import measured
-from .steps import Measurement, Of, Training, everyone, together
+from .training import Measurement, Of, Training, everyone
 
 #: How far gradients may differ, of their norm: layers carry a rounding error far, and other random numbers farther.
 ALIKE = 0.1
 NO_BLOCKS = (
-    "no blocks were found (children of a Sequential, ModuleList or ModuleDict that have children, and are called)"
+    "no blocks were found: children of a Sequential, ModuleList or ModuleDict that have children, and are called. Put "
+    "the repeated parts of the model into an nn.ModuleList, or call a part by fl.sublinear(part, x)"
 )
 
 
@@ -73,9 +73,9 @@ def fit(
 
     Raises:
         TypeError: ``model`` is no module; ``loss``, ``progress`` or ``plan_only`` is of the wrong type.
-        ValueError: both or neither of the budgets, or one that makes no sense, or that no plan meets; inputs that the
-            model does not run on; nothing that needs a gradient; gradients that a recomputation changes; ``fraction``
-            of a model that does not fit the memory as it is.
+        ValueError: both or neither of the budgets, or one that makes no sense, or that no plan meets; a model in
+            evaluation; inputs that it does not run on; nothing that needs a gradient; gradients that a recomputation
+            changes; ``fraction`` of a model that does not fit the memory as it is.
         torch.OutOfMemoryError: not even recomputing all blocks fits. Wherever it raises, the model is as it was.
 
     Saved for the backward pass: what the report says.
@@ -88,26 +88,24 @@ def fit(
     >>> report.measured.bytes <= report.budget_bytes
     True
     """
-    step = Step(model, *arguments_from(inputs), loss, function="fit")
+    training = Training(Step(model, *arguments_from(inputs), loss, function="fit"), of, memory_budget_bytes, fraction)
     check_flag("fit", "plan_only", plan_only)
+    check_uncompiled("fit", model)
+    step, leaves, report = training.step, list[Tensor](), None
+    before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
     with asked("fit", progress) as on_stage:
-        budget = check_arguments(step, memory_budget_bytes, fraction, of)
-        check_uncompiled("fit", model)
-        before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
         for patch in before:
             patch.remove()
-        report, leaves = None, list[Tensor]()
         try:
-            inputs = tensors_in((step.args, step.kwargs))
-            with unchanged([*model.modules()], inputs) as reset_random, eagerly():
+            with unchanged([*model.modules()], tensors_in((step.args, step.kwargs))), eagerly():
                 on_stage("finding blocks", 0.0)
                 blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
-                with readable(step):
-                    together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
+                with training.readable():
+                    training.together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
                 if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:
                     raise ValueError("fit: the processes have different models; call it before the model is split")
                 with isolated_gradients(leaves):
-                    report = _choose(blocks, Training(step, of, reset_random), budget, on_stage)
+                    report = _choose(blocks, training, on_stage)
         finally:
             if report is None or plan_only:
                 unfuse(model)
@@ -119,11 +117,8 @@ def fit(
     return report
 
 
-def _choose(blocks: Blocks, training: Training, budget: Budget, on_stage: OnStage) -> FitReport:
+def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
     """Measure the model and its blocks, and choose those that are saved once."""
-    notes = evaluation_notes(blocks.model)
-    if not blocks:
-        notes.append(f"Nothing is recomputed: {NO_BLOCKS}.")
     on_stage("measuring the model", 0.02)
     gradients: list[Tensor | None] = []
 
@@ -135,38 +130,36 @@ def _choose(blocks: Blocks, training: Training, budget: Budget, on_stage: OnStag
         except torch.OutOfMemoryError:
             return None
 
-    with readable(training.step):
-        sizes = together(as_it_was)
-    eager_bytes = None if None in sizes else max(size or 0 for size in sizes)
-    if eager_bytes is None:
-        notes.append("The model as it was ran out of memory, so that gradients were not compared with its own.")
-        if budget.bytes is None:
-            raise ValueError(f"fit: {budget.text} of more memory than there is; pass memory_budget_bytes")
-    allowed = budget.allowed(eager_bytes or 0)
-
     def bytes_with(saved: Collection[Block]) -> int:
         blocks.save(saved)
-        return max(together(training.bytes))
+        return max(training.together(training.bytes))
 
-    with readable(training.step, "with its blocks recomputed"):
+    with training.readable():
+        sizes = training.together(as_it_was)
+    eager_bytes = None if None in sizes else max(size or 0 for size in sizes)
+    allowed = training.allowed(eager_bytes)
+    with training.readable("with its blocks recomputed"):
         least = bytes_with(())
         if least > allowed:
-            but = "; ".join(f"{path_text(paths)}: {reason}" for reason, paths in blocks.skipped.items())
-            but = f" ({but or NO_BLOCKS})" if but or not blocks else ""
-            raise unmet("fit", budget, training.of, eager_bytes, least, f"with every block recomputed{but}")
+            but = [f"{path_text(paths)}: {reason}" for reason, paths in blocks.skipped.items()]
+            but += [] if blocks or but else [NO_BLOCKS]
+            raise training.unmet(eager_bytes, least, "with every block recomputed" + f" ({'; '.join(but)})" * bool(but))
         on_stage("measuring blocks", 0.1)
         plans = measured(blocks, training, least, telling(partial(blocks.save, ()), within(on_stage, 0.1, 0.4)))
         on_stage("measuring plans", 0.4)
         plan, size = plans.within(allowed, bytes_with)
         blocks.save(plan.saved)
-        if eager_bytes is not None and not all(together(lambda: _are_alike(training.gradients(), gradients))):
+        if eager_bytes is not None and not all(training.together(lambda: _are_alike(training.gradients(), gradients))):
             raise ValueError(
                 "fit: gradients differ where blocks are recomputed, or from run to run, as where a block draws random "
                 "numbers that are not PyTorch's; fuse(model) recomputes none"
             )
         switches = [telling(partial(blocks.save, plan.saved), within(on_stage, 0.5, 1))]
         switches += [] if eager_bytes is None else [blocks.as_it_was]
-        time_ms, *eager_ms = together(lambda: training.times_ms(switches))[0]
+        time_ms, *eager_ms = training.together(lambda: training.times_ms(switches))[0]
+    notes = [] if blocks else [f"Nothing is recomputed: {NO_BLOCKS}."]
+    if eager_bytes is None:
+        notes.append("The model as it was ran out of memory, so that gradients were not compared with its own.")
     return FitReport(
         type(blocks.model).__name__,
         training.of,

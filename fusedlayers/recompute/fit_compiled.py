@@ -8,7 +8,7 @@ partitioned graph saves the same before Inductor has made code of it, which take
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,8 +24,7 @@ from ..utils.module_state import unchanged
 from ..utils.progress import OnStage, asked
 from ..utils.reports import Report
 from ..utils.storages import tensors_in
-from .budget import check_arguments, readable, unmet
-from .steps import COUNTED, Measurement, Of, Training, together
+from .training import COUNTED, Measurement, Of, Training
 
 #: So many parts are tried, and the search ends with one that takes so much of the budget.
 TRIES = 5
@@ -55,10 +54,6 @@ class CompiledFit(Report):
     def backend(self) -> Callable[..., Any]:
         """For ``torch.compile(model, backend=...)``: Inductor with this budget, for this model alone."""
         return partial(budgeted, self.activation_memory_budget)
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         lines = [f"{self.name}, compiled: at most {size_text(self.budget_bytes)} {COUNTED[self.of]}", ""]
@@ -118,38 +113,38 @@ def fit_compiled(
     >>> report = fl.fit_compiled(model, torch.randn(512, 64), fraction=0.5)  # doctest: +SKIP
     >>> compiled = torch.compile(model, backend=report.backend)  # doctest: +SKIP
     """
-    step = Step(model, *arguments_from(inputs), loss, function="fit_compiled")
-    budget = check_arguments(step, memory_budget_bytes, fraction, of)
+    training = Training(
+        Step(model, *arguments_from(inputs), loss, function="fit_compiled"), of, memory_budget_bytes, fraction
+    )
     if is_optimized(model) or model._compiled_call_impl is not None:
         raise ValueError("fit_compiled: the model is compiled already; pass the one that torch.compile was called on")
     if "backend" in options:
         raise ValueError("fit_compiled: the backend is the report's; give it the other options of torch.compile")
-    tensors = [*tensors_in((step.args, step.kwargs))]
-    with asked("fit_compiled", progress) as on_stage, unchanged([*model.modules()], tensors) as reset:
-        run = _Run(model)
-        training = Training(replace(step, model=run), of, reset)
-        tried: dict[float, int] = {}
+    training.step = replace(training.step, model=(run := _Run(model)))
+    tried: dict[float, int] = {}
 
-        def compile_with(part: float, is_compiled: bool = True) -> Callable[[], None]:
-            compiled: Any = torch.compile(model, backend=partial(budgeted, part, is_compiled=is_compiled), **options)
-            return partial(setattr, run, "call", compiled.__call__)
+    def compile_with(part: float, is_compiled: bool = True) -> Callable[[], None]:
+        compiled: Any = torch.compile(model, backend=partial(budgeted, part, is_compiled=is_compiled), **options)
+        return partial(setattr, run, "call", compiled.__call__)
 
-        def bytes_with(part: float, is_compiled: bool) -> int:
-            torch.compiler.reset()
-            compile_with(part, is_compiled)()
-            with readable(step):
-                training.gradients()  # compiles
-                return max(together(training.bytes))
+    def bytes_with(part: float, is_compiled: bool) -> int:
+        torch.compiler.reset()
+        compile_with(part, is_compiled)()
+        with training.readable():
+            training.gradients()  # compiles
+            return max(training.together(training.bytes))
 
-        def quick_bytes_with(part: float) -> int:
-            if part not in tried:
-                tried[part] = bytes_with(part, of == "peak")  # a peak has what compiled code alone allocates
-            return tried[part]
+    def quick_bytes_with(part: float) -> int:
+        if part not in tried:
+            tried[part] = bytes_with(part, of == "peak")  # a peak has what compiled code alone allocates
+        return tried[part]
 
+    tensors = tensors_in((training.step.args, training.step.kwargs))
+    with asked("fit_compiled", progress) as on_stage, unchanged([*model.modules()], tensors):
         try:
             on_stage("measuring the compiled model", 0.0)
             taken = quick_bytes_with(1.0)
-            allowed = budget.allowed(taken)
+            allowed = training.allowed(taken)
             on_stage("trying budgets", 0.2)
             _try_parts(allowed, quick_bytes_with)
             for part in sorted((part for part, size in tried.items() if size <= allowed or part == 0), reverse=True):
@@ -157,11 +152,11 @@ def fit_compiled(
                 if measured <= allowed:
                     break
             else:
-                raise unmet("fit_compiled", budget, of, taken, measured, "with activation_memory_budget=0")
+                raise training.unmet(taken, measured, "with activation_memory_budget=0")
             on_stage("measuring times", 0.8)
             torch.compiler.reset()
             calls = [compile_with(each) for each in (1.0, part)]
-            as_it_is_ms, time_ms = together(lambda: training.times_ms(calls))[0]
+            as_it_is_ms, time_ms = training.together(lambda: training.times_ms(calls))[0]
         finally:
             torch.compiler.reset()  # else the parts that were tried count for the compiler's limit of recompilations
     others = tuple(sorted((other, size) for other, size in tried.items() if other != part))

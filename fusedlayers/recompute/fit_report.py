@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from ..utils.formatting import budget_text, counted_lines, path_text, size_text
 from ..utils.reports import Report
-from .steps import COUNTED, Measurement, Of
+from .training import COUNTED, Measurement, Of
 
 
 @dataclass(frozen=True)
@@ -38,10 +37,6 @@ class FitReport(Report):
     smallest: Measurement
     skipped: dict[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """The report as plain values, for JSON."""
-        return asdict(self)
 
     def __str__(self) -> str:
         rows = [("blocks", "way to train", "modules")]

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from ..reports.timing import now
 from .blocks import Block, Blocks
-from .steps import Measurement, Of, Training, everyone, together
+from .training import Measurement, Of, Training, everyone
 
 #: Predicted bytes are corrected by those that were measured, so often.
 TRIES = 5
@@ -93,11 +93,11 @@ def measured(blocks: Blocks, training: Training, least: int, recompute_all: Call
         for block in blocks:
             stack.callback(block.module.register_forward_pre_hook(lambda *_: began.append(now())).remove)
             stack.callback(block.module.register_forward_hook(partial(leave, block)).remove)
-        (least_ms,) = together(lambda: training.times_ms([recompute_all]))[0]
+        (least_ms,) = training.together(lambda: training.times_ms([recompute_all]))[0]
     saved: dict[int | None, int] = {}
     of_kind: dict[int | None, list[Block]] = {None: [], **{block.kind: [block] for block in blocks}}
     for kind, kept in of_kind.items():
         blocks.save(kept)
-        saved[kind] = max(together(training.saved))
+        saved[kind] = max(training.together(training.saved))
     costs = [Cost(saved[b.kind] - saved[None], b.calls * median(calls_ms[b.kind])) for b in blocks]
     return Plans(dict(zip(blocks, everyone(costs)[0], strict=True)), Measurement(least, least_ms), training.of)
