@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from .._torch import batch_norm_with_statistics
 from ..utils.layout import along
 from .module import InvertibleModule
-from .orthogonal import at_least
+
+
+def at_least(weight: Tensor, least: float) -> Tensor:
+    """Values nearer to zero than ``least`` are moved that far away from it, without a change of sign. Their gradient is
+    that of the moved value, so that training can move them out."""
+    moved = torch.where(weight.abs() < least, torch.copysign(torch.full_like(weight, least), weight), weight)
+    return weight + (moved - weight).detach()
 
 
 class _InvertibleBatchNorm(InvertibleModule):

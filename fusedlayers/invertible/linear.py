@@ -1,7 +1,7 @@
-"""Linear layers and convolutions that can be inverted.
+"""Linear layers and convolutions that can be inverted, and weights that stay orthogonal.
 
 Their weights begin orthogonal (Saxe et al. 2013), so that a layer preserves norms, and a stack of them amplifies
-rounding no more than a single one does. Training may change that; ``orthogonal`` (``orthogonal.py``) prevents it.
+rounding no more than a single one does. Training may change that; ``orthogonal`` prevents it.
 
 Backward inverts the weight, in float64: that is cubic in the number of features, however small the batch.
 """
@@ -9,31 +9,22 @@ Backward inverts the weight, in float64: that is cubic in the number of features
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, parametrize
 
+from ..utils.formatting import described
 from .module import InvertibleModule
 
 
-class _Weighted(InvertibleModule):
-    """A weight, and perhaps a bias."""
+class _Orthogonal(InvertibleModule):
+    """A layer of torch, the next base class, whose weight begins orthogonal."""
 
-    bias: nn.Parameter | None
-
-    def _set_parameters(self, shape: Sequence[int], bias: bool, device: Any, dtype: torch.dtype | None) -> None:
-        if dtype is not None and not dtype.is_floating_point:
-            raise ValueError(f"{type(self).__name__}: dtype must be a real floating-point one, got {dtype}")
-        self.weight = nn.Parameter(torch.empty(*shape, device=device, dtype=dtype))
-        self.register_parameter(
-            "bias", nn.Parameter(torch.empty(shape[0], device=device, dtype=dtype)) if bias else None
-        )
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
+    def reset_parameters(self: Any) -> None:
         """Draw an orthogonal weight, one for each group; the bias becomes 0."""
         with torch.no_grad():
             for part in self.weight.chunk(getattr(self, "groups", 1)):
@@ -42,7 +33,7 @@ class _Weighted(InvertibleModule):
                 self.bias.zero_()
 
 
-class InvertibleLinear(_Weighted):
+class InvertibleLinear(_Orthogonal, nn.Linear):
     """``nn.Linear`` with at least as many outputs as inputs. The inverse is that of the weight, or its pseudo-inverse.
 
     Args:
@@ -55,22 +46,14 @@ class InvertibleLinear(_Weighted):
     """
 
     def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        bias: bool = True,
-        *,
-        device: Any = None,
-        dtype: torch.dtype | None = None,
+        self, in_features: int, out_features: int, bias: bool = True, *, device: Any = None, dtype: Any = None
     ) -> None:
         if in_features > out_features:
             raise ValueError(
                 f"InvertibleLinear: {out_features} outputs do not tell {in_features} inputs; out_features must be at "
                 "least in_features"
             )
-        super().__init__()
-        self.in_features, self.out_features = in_features, out_features
-        self._set_parameters((out_features, in_features), bias, device, dtype)
+        super().__init__(in_features, out_features, bias, device=device, dtype=dtype)
 
     @property
     def reversible(self) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
@@ -84,20 +67,13 @@ class InvertibleLinear(_Weighted):
             y, inverse, bias = widened(y, left_inverse(self.weight), self.bias)
             return F.linear(y if bias is None else y - bias, inverse)
 
-    def described(self) -> str:
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
 
-
-class _InvertibleConv(_Weighted):
-    """What the convolutions of one to three dimensions share. Patches do not overlap, so that each output determines
-    the patch that it was computed from."""
-
-    dims: ClassVar[int]
-    convolve: ClassVar[Callable[..., Tensor]]
-    transposed: ClassVar[Callable[..., Tensor]]
+class _InvertibleConv(_Orthogonal):
+    """What the convolutions of one to three dimensions share; the next base class is torch's. Patches do not overlap,
+    so that each output determines the patch that it was computed from."""
 
     def __init__(
-        self,
+        self: Any,
         in_channels: int,
         out_channels: int,
         kernel_size: int | Sequence[int],
@@ -105,50 +81,41 @@ class _InvertibleConv(_Weighted):
         bias: bool = True,
         *,
         device: Any = None,
-        dtype: torch.dtype | None = None,
+        dtype: Any = None,
     ) -> None:
-        super().__init__()
-        self.in_channels, self.out_channels, self.groups = in_channels, out_channels, groups
-        self.kernel_size = (kernel_size,) * self.dims if isinstance(kernel_size, int) else tuple(kernel_size)
-        name = type(self).__name__
-        if groups < 1 or in_channels % groups or out_channels % groups:
-            raise ValueError(
-                f"{name}: in_channels={in_channels} and out_channels={out_channels} must be divisible by "
-                f"groups={groups}"
-            )
+        options = {"stride": kernel_size, "groups": groups, "bias": bias, "device": device, "dtype": dtype}
+        super().__init__(in_channels, out_channels, kernel_size, **options)
         patch = in_channels // groups * math.prod(self.kernel_size)
         if patch > out_channels // groups:
             raise ValueError(
-                f"{name}: {out_channels // groups} output channels of a group do not determine the {patch} numbers "
-                f"that they are computed from; out_channels must be at least {patch * groups}"
+                f"{type(self).__name__}: {out_channels // groups} output channels of a group do not determine the "
+                f"{patch} numbers that they are computed from; out_channels must be at least {patch * groups}"
             )
-        self._set_parameters((out_channels, in_channels // groups, *self.kernel_size), bias, device, dtype)
 
     @property
-    def reversible(self) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
+    def reversible(self: Any) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
         return self.groups == 1 and self.out_channels == self.in_channels * math.prod(self.kernel_size)
 
-    def function(self, x: Tensor) -> Tensor:
-        sizes = x.shape[-self.dims :]
+    def function(self: Any, x: Tensor) -> Any:
+        sizes = x.shape[-len(self.kernel_size) :]
         if any(size % kernel for size, kernel in zip(sizes, self.kernel_size, strict=True)):
             raise ValueError(
                 f"{type(self).__name__}: sizes {tuple(sizes)} are no multiples of kernel_size={self.kernel_size}, and "
                 "what is in no patch could not be computed again; pad the input"
             )
-        return type(self).convolve(x, self.weight, self.bias, self.kernel_size, groups=self.groups)
+        return super(InvertibleModule, self).forward(x)
 
-    def inverse(self, y: Tensor) -> Tensor:
+    def inverse(self: Any, y: Tensor) -> Tensor:
+        dims = len(self.kernel_size)
+        transposed = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[dims - 1]
         with torch.autocast(y.device.type, enabled=False):
             parts = [left_inverse(part.flatten(1)).T for part in self.weight.chunk(self.groups)]
             y, inverse, bias = widened(y, torch.cat(parts).view_as(self.weight), self.bias)
-            z = y if bias is None else y - bias.view(-1, *(1,) * self.dims)
-            return type(self).transposed(z, inverse, None, self.kernel_size, groups=self.groups)
-
-    def described(self) -> str:
-        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, groups={self.groups}"
+            z = y if bias is None else y - bias.view(-1, *(1,) * dims)
+            return transposed(z, inverse, None, self.kernel_size, groups=self.groups)
 
 
-class InvertibleConv1d(_InvertibleConv):
+class InvertibleConv1d(_InvertibleConv, nn.Conv1d):
     """A convolution of patches that do not overlap, with at least as many output channels as a patch has numbers: the
     pseudo-inverse of the weight computes each patch from its output.
 
@@ -165,12 +132,8 @@ class InvertibleConv1d(_InvertibleConv):
         ValueError: too few output channels; an input of another size.
     """
 
-    dims = 1
-    convolve = F.conv1d
-    transposed = F.conv_transpose1d
 
-
-class InvertibleConv2d(_InvertibleConv):
+class InvertibleConv2d(_InvertibleConv, nn.Conv2d):
     """As ``InvertibleConv1d``, for images.
 
     >>> import torch, fusedlayers as fl
@@ -178,17 +141,9 @@ class InvertibleConv2d(_InvertibleConv):
     torch.Size([2, 8, 5, 5])
     """
 
-    dims = 2
-    convolve = F.conv2d
-    transposed = F.conv_transpose2d
 
-
-class InvertibleConv3d(_InvertibleConv):
+class InvertibleConv3d(_InvertibleConv, nn.Conv3d):
     """As ``InvertibleConv1d``, for volumes."""
-
-    dims = 3
-    convolve = F.conv3d
-    transposed = F.conv_transpose3d
 
 
 def left_inverse(weight: Tensor) -> Tensor:
@@ -205,3 +160,56 @@ def widened(y: Tensor, *others: Tensor | None) -> list[Any]:
     for other in others:
         dtype = dtype if other is None else torch.promote_types(dtype, other.dtype)
     return [None if tensor is None else tensor.to(dtype) for tensor in (y, *others)]
+
+
+# --- weights that stay orthogonal -------------------------------------------------------------------------------------
+
+#: Torch's other choice for matrices that are not square, "householder", holds signs on a diagonal and truncates them to
+#: integers: after a single step of weight decay, which makes 0.9999 of a 1, the weight is zero.
+_MAP = "matrix_exp"
+
+
+def orthogonal(module: nn.Module, name: str = "weight") -> nn.Module:
+    """Hold a weight orthogonal while it is trained, and return the module.
+
+    A layer with such a weight preserves norms, and so the errors of inputs that are computed from its outputs: a deep
+    stack of them drifts by rounding alone. Weights of more than two dimensions, as those of convolutions, count as
+    matrices of their first dimension and the rest.
+
+    It is ``torch.nn.utils.parametrizations.orthogonal`` (Lezcano-Casado 2019).
+
+    Raises:
+        TypeError: ``module`` has no tensor of this name.
+        ValueError: the weight has fewer than two dimensions.
+
+    >>> import fusedlayers as fl
+    >>> layer = fl.orthogonal(fl.InvertibleLinear(8, 8))
+    """
+    weight = getattr(module, name, None)
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"orthogonal: expected a module with a tensor {name!r}, got {described(module)}")
+    if weight.dim() < 2:
+        raise ValueError(f"orthogonal: {name} is no matrix, but has shape {tuple(weight.shape)}")
+    if weight.dim() == 2:
+        return parametrizations.orthogonal(module, name, _MAP)
+    matrix = nn.Module()
+    matrix.weight = nn.Parameter(weight.detach().flatten(1))
+    of_matrix: Any = parametrizations.orthogonal(matrix, orthogonal_map=_MAP).parametrizations
+    parametrize.register_parametrization(module, name, _OfMatrix(of_matrix.weight[0]))
+    return module
+
+
+class _OfMatrix(nn.Module):
+    """A parametrization of matrices for weights of more dimensions."""
+
+    def __init__(self, of_matrix: Any) -> None:
+        super().__init__()
+        self.of_matrix = of_matrix
+
+    def forward(self, weight: Tensor) -> Tensor:
+        found: Tensor = self.of_matrix(weight.flatten(1)).view_as(weight)
+        return found
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        found: Tensor = self.of_matrix.right_inverse(weight.flatten(1)).view_as(weight)
+        return found

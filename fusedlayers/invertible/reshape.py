@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..validation import is_whole
 from .module import InvertibleModule
@@ -25,7 +25,7 @@ class InvertibleIdentity(InvertibleModule):
         return self.function(*outputs)
 
 
-class InvertibleFlatten(InvertibleModule):
+class InvertibleFlatten(InvertibleModule, nn.Flatten):
     """``nn.Flatten``: dimensions from ``start_dim`` to ``end_dim`` become one.
 
     Args:
@@ -36,8 +36,7 @@ class InvertibleFlatten(InvertibleModule):
     num_outputs = 1
 
     def __init__(self, start_dim: int = 1, end_dim: int = -1, *, unflattened: Sequence[int] | None = None) -> None:
-        super().__init__()
-        self.start_dim, self.end_dim = start_dim, end_dim
+        super().__init__(start_dim, end_dim)
         self.unflattened = None if unflattened is None else tuple(unflattened)
 
     @property
@@ -56,28 +55,18 @@ class InvertibleFlatten(InvertibleModule):
         x: Tensor = y.unflatten(self.start_dim % dims, self.unflattened)
         return x
 
-    def described(self) -> str:
-        return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
 
-
-class InvertiblePixelShuffle(InvertibleModule):
+class InvertiblePixelShuffle(InvertibleModule, nn.PixelShuffle):
     """``nn.PixelShuffle``: (..., C r^2, H, W) -> (..., C, H r, W r). Reversed it is ``nn.PixelUnshuffle``, which puts
     pixels into channels: it goes before blocks of a lower resolution."""
 
     reversible = True
-
-    def __init__(self, upscale_factor: int) -> None:
-        super().__init__()
-        self.upscale_factor = upscale_factor
 
     def function(self, x: Tensor) -> Tensor:
         return F.pixel_shuffle(x, self.upscale_factor)
 
     def inverse(self, y: Tensor) -> Tensor:
         return F.pixel_unshuffle(y, self.upscale_factor)
-
-    def described(self) -> str:
-        return f"upscale_factor={self.upscale_factor}"
 
 
 class InvertiblePad(InvertibleModule):
