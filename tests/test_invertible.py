@@ -363,9 +363,9 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
         r"RNN must return a tensor of shape \(2, 2\), but returned tuple",
     ),
     "split": (lambda: fl.InvertibleSplit()(randn(2, 1)), ValueError, "dimension 1 of .2, 1. cannot be halved"),
-    "pad": (lambda: fl.InvertiblePad((1, -1)), ValueError, r"none of them negative, got \(1, -1\)"),
+    "pad": (lambda: fl.InvertiblePad((1, -1)), ValueError, r"pad must be pairs .* negative, .* got \(1, -1\)"),
     "pad, odd": (lambda: fl.InvertiblePad((1,)), ValueError, "pad must be pairs of sizes"),
-    "pad, a number": (lambda: fl.InvertiblePad(1), TypeError, "InvertiblePad: pad must be pairs of sizes, such as"),  # type: ignore[arg-type]
+    "pad, a number": (lambda: fl.InvertiblePad(1), ValueError, r"as \(1, 1\) for the last dimension, got 1"),  # type: ignore[arg-type]
     "activation": (lambda: fl.InvertibleActivation("relu"), ValueError, "relu.*leaky_relu.*can be inverted"),
     "activation, flat": (lambda: fl.InvertibleActivation(nn.LeakyReLU(0.0)), ValueError, "flat where inputs are negat"),
     "activation, two turns": (lambda: fl.InvertibleActivation("hardswish"), ValueError, "InvertibleActivation: "),

@@ -14,9 +14,10 @@ from fusedlayers.recompute.planner import (
     BUDGET_STEPS,
     Plan,
     Segment,
-    plan_balanced,
-    plan_of_lengths,
+    balanced_lengths,
+    plan_of,
     plan_within_budget,
+    segments_of_lengths,
 )
 from fusedlayers.recompute.recompute import RECOMPUTE, Recompute
 
@@ -123,7 +124,7 @@ def test_a_plan_keeps_and_costs_what_it_says(seed: int) -> None:
     sequence = children(seed)
     for lengths in compositions(len(sequence)):
         for mode in ALL_MODES:
-            agrees(plan_of_lengths(sequence, lengths, mode), sequence)
+            agrees(plan_of(sequence, segments_of_lengths(lengths, mode)), sequence)
 
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
@@ -178,17 +179,14 @@ def test_balanced_segments_are_the_best_split(seed: int) -> None:
         )
 
     for count in range(1, len(sequence) + 3):
-        segments = plan_balanced(sequence, count, "all").segments
-        lengths = [segment.stop - segment.start for segment in segments]
+        lengths = balanced_lengths(sequence, count)
         of_count = [found for found in compositions(len(sequence)) if len(found) == min(count, len(sequence))]
         assert len(lengths) == min(count, len(sequence))
         assert largest(lengths) == min(map(largest, of_count))
 
 
 def test_the_last_of_segments_given_by_length_runs_once() -> None:
-    sequence = [child for seed in range(20) for child in children(seed)][:7]
-    segments = plan_of_lengths(sequence, [3, 2, 2], "cheap").segments
-    assert segments == ((0, 3, "cheap"), (3, 5, "cheap"), (5, 7, "nothing"))
+    assert segments_of_lengths([3, 2, 2], "cheap") == ((0, 3, "cheap"), (3, 5, "cheap"), (5, 7, "nothing"))
 
 
 def test_without_a_budget_alike_children_keep_about_twice_the_root_of_their_number() -> None:

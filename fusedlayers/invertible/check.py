@@ -9,6 +9,7 @@ All inputs and outputs are held meanwhile: the check takes the memory that the c
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ class _Run:
 def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol: float) -> CheckReport:
     """What ``InvertibleModule.check`` returns, after its warning where a bound is exceeded."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
-    rows, errors = list[CheckRow](), list[_Error]()
+    rows, errors = list[CheckRow](), list[tuple[float, float, int]]()
     with unchanged(list(module.modules()), tensors), torch.no_grad():
         chain = list(_runs(module, inputs))
         computed = chain[-1].visible if chain else ()
@@ -113,7 +114,7 @@ def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol
             errors += drift
             rows.insert(0, CheckRow(run.name, run.function.name, _largest(own), _largest(drift)))
     of_gradients = _errors(*(_gradients(module, chain, inputs, mode) for mode in ("chain", "plain")))
-    is_within = all(error.norm <= rtol * error.of + atol * error.count**0.5 for error in (*errors, *of_gradients))
+    is_within = all(norm <= rtol * size + atol * count**0.5 for norm, size, count in (*errors, *of_gradients))
     dtype = str(next((t.dtype for t in tensors if is_float(t)), "no dtype")).removeprefix("torch.")
     report = CheckReport(tuple(rows), _largest(of_gradients), is_within, dtype)
     if not report.is_within:
@@ -163,28 +164,20 @@ def _gradients(
     return tuple(torch.cat([_as_float64(g).flatten() for g in own]) for own in of_groups if own)
 
 
-@dataclass(frozen=True)
-class _Error:
-    """The norm of a difference, that of the true tensor, and how many numbers that has."""
-
-    norm: float
-    of: float
-    count: int
-
-
-def _errors(found: Sequence[Any], expected: Sequence[Any]) -> list[_Error]:
-    """Of the floating-point tensors; what is none is saved, and not computed."""
+def _errors(found: Sequence[Any], expected: Sequence[Any]) -> list[tuple[float, float, int]]:
+    """Of the floating-point tensors (what is none is saved, and not computed): the norm of the difference, that of the
+    true tensor, and how many numbers that has."""
     errors = []
     for a, b in zip(found, expected, strict=True):
         if is_float(b):
             is_alike = isinstance(a, Tensor) and a.shape == b.shape
-            norm = float((_as_float64(a) - _as_float64(b)).norm()) if is_alike else float("inf")
-            errors.append(_Error(norm if norm == norm else float("inf"), float(_as_float64(b).norm()), b.numel()))
+            norm = float((_as_float64(a) - _as_float64(b)).norm()) if is_alike else math.inf
+            errors.append((math.inf if math.isnan(norm) else norm, float(_as_float64(b).norm()), b.numel()))
     return errors
 
 
-def _largest(errors: Sequence[_Error]) -> float:
-    return max((error.norm / (error.of or 1.0) for error in errors), default=0.0)
+def _largest(errors: Sequence[tuple[float, float, int]]) -> float:
+    return max((norm / (size or 1.0) for norm, size, _ in errors), default=0.0)
 
 
 def _as_float64(tensor: Tensor) -> Tensor:

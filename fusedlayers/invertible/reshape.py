@@ -77,18 +77,16 @@ class InvertiblePad(InvertibleModule):
         mode, value: as for ``F.pad``.
 
     Raises:
-        TypeError: ``pad`` is no sequence of whole numbers.
-        ValueError: a negative size, which would lose values; an odd number of sizes.
+        ValueError: ``pad`` is no pairs of whole numbers, or one is negative, which would lose values.
     """
 
     def __init__(self, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
         super().__init__()
-        if not isinstance(pad, Sequence) or not all(map(is_whole, pad)):
-            raise TypeError(
-                f"InvertiblePad: pad must be pairs of sizes, such as (1, 1) for the last dimension, got {pad!r}"
+        if not isinstance(pad, Sequence) or len(pad) % 2 or not all(is_whole(size) and size >= 0 for size in pad):
+            raise ValueError(
+                "InvertiblePad: pad must be pairs of sizes, none of them negative, such as (1, 1) for the last "
+                f"dimension, got {pad!r}"
             )
-        if len(pad) % 2 or any(size < 0 for size in pad):
-            raise ValueError(f"InvertiblePad: pad must be pairs of sizes, none of them negative, got {tuple(pad)}")
         self.pad, self.mode, self.value = tuple(pad), mode, value
 
     def function(self, x: Tensor) -> Tensor:

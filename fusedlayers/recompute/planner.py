@@ -88,12 +88,23 @@ def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes
             f"{size_text(eager_bytes)} without recomputation, and at least {size_text(smallest)} ({smallest} bytes)"
         )
     found = _search(children, steps, budget, max(8, MAX_STATES // len(children)))
-    return _plan(children, min(found, key=lambda state: (state.cost, state.peak)).segments)
+    return plan_of(children, min(found, key=lambda state: (state.cost, state.peak)).segments)
 
 
-def plan_balanced(children: Sequence[ChildCosts], count: int, mode: Recompute) -> Plan:
-    """``count`` segments that hold about the same while they are recomputed. The last one is not: its backward pass
-    comes at once."""
+def plan_of(children: Sequence[ChildCosts], segments: tuple[Segment, ...]) -> Plan:
+    """What these segments save and cost."""
+    state = _State()
+    for start, stop, mode in segments:
+        # A segment that is not recomputed is as many children that are not.
+        for i, j in pairwise(range(start, stop + 1)) if mode == "nothing" else [(start, stop)]:
+            state = state.after(_steps(children, i, mode)[j - i - 1], _edge(children, i))
+    whole = _steps(children, 0, "all")[-1]
+    recomputed = state.cost / whole.cost if whole.cost else 0.0
+    return Plan(segments, state.saved, max(state.peak, state.saved), whole.extra, recomputed)
+
+
+def balanced_lengths(children: Sequence[ChildCosts], count: int) -> list[int]:
+    """The lengths of ``count`` segments that hold about the same while they are recomputed."""
     inside = [[step.extra for step in _steps(children, i, "all")] for i in range(len(children))]
     # Of the best split of the first j children: its largest segment, its squares (of splits with the same largest one
     # the most even is best), and its segments' ends, negated: then the one whose last segment is the shortest.
@@ -108,16 +119,11 @@ def plan_balanced(children: Sequence[ChildCosts], count: int, mode: Recompute) -
             for j in range(min(best) + 1, len(children) + 1)
         }
     ends = [-end for end in best[len(children)][2]]
-    return plan_of_lengths(children, [b - a for a, b in pairwise([0, *ends])], mode)
-
-
-def plan_of_lengths(children: Sequence[ChildCosts], lengths: Sequence[int], mode: Recompute) -> Plan:
-    """Segments of these numbers of children; the last one is not recomputed."""
-    return _plan(children, segments_of_lengths(lengths, mode))
+    return [b - a for a, b in pairwise([0, *ends])]
 
 
 def segments_of_lengths(lengths: Sequence[int], mode: Recompute) -> tuple[Segment, ...]:
-    """Segments of so many children each, of which the last is not recomputed."""
+    """Segments of so many children each, of which the last is not recomputed: its backward pass comes at once."""
     *others, last = [Segment(start, stop, mode) for start, stop in pairwise([0, *accumulate(lengths)]) if stop > start]
     return (*others, last._replace(recompute="nothing"))
 
@@ -188,17 +194,6 @@ class _State(NamedTuple):
         saved = self.saved + (edge if self.saves_output else step.input_bytes) + step.saved
         peak = max(self.peak, saved + step.extra)
         return _State(saved, self.cost + step.cost, step.saves_output, peak, (*self.segments, step.segment))
-
-
-def _plan(children: Sequence[ChildCosts], segments: tuple[Segment, ...]) -> Plan:
-    state = _State()
-    for start, stop, mode in segments:
-        # A segment that is not recomputed is as many children that are not.
-        for i, j in pairwise(range(start, stop + 1)) if mode == "nothing" else [(start, stop)]:
-            state = state.after(_steps(children, i, mode)[j - i - 1], _edge(children, i))
-    whole = _steps(children, 0, "all")[-1]
-    recomputed = state.cost / whole.cost if whole.cost else 0.0
-    return Plan(segments, state.saved, max(state.peak, state.saved), whole.extra, recomputed)
 
 
 # --- the search -------------------------------------------------------------------------------------------------------

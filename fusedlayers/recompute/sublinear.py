@@ -28,7 +28,7 @@ from ..utils.storages import tensors_in
 from ..utils.torchscript import refuse_script
 from ..validation import budget_from, is_whole
 from .measurement import ChildCosts, measure
-from .planner import Plan, Segment, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths
+from .planner import Plan, Segment, balanced_lengths, plan_of, plan_within_budget, segments_of_lengths
 from .recompute import Recompute, can_recompute, check_recompute, recomputed
 
 
@@ -143,10 +143,10 @@ class SublinearSequential(nn.Sequential):
                     "recompute='all'"
                 )
             modes = ("nothing", "all")
-        if isinstance(self.segments, Sequence):
-            plan = plan_of_lengths(costs, self._lengths(), mode)
-        elif self.segments is not None:
-            plan = plan_balanced(costs, self.segments, mode)
+        if self.segments is not None:
+            of_each = isinstance(self.segments, Sequence)
+            lengths = self._lengths() if of_each else balanced_lengths(costs, cast("int", self.segments))
+            plan = plan_of(costs, segments_of_lengths(lengths, mode))
         else:
             try:
                 plan = plan_within_budget(costs, None if budget is None else budget_from(name, budget), modes)
