@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any
 from .activations import activation, activations
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .invertible.activation import InvertibleActivation
-from .invertible.batchnorm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d
 from .invertible.coupling import AdditiveCoupling, AffineCoupling
-from .invertible.linear import InvertibleConv1d, InvertibleConv2d, InvertibleConv3d, InvertibleLinear, orthogonal
+from .invertible.layers import (
+    InvertibleBatchNorm1d,
+    InvertibleBatchNorm2d,
+    InvertibleBatchNorm3d,
+    InvertibleConv1d,
+    InvertibleConv2d,
+    InvertibleConv3d,
+    InvertibleLinear,
+    orthogonal,
+)
 from .invertible.module import InvertibleModule, invertible_checkpoint
 from .invertible.reshape import (
     InvertibleFlatten,

@@ -26,9 +26,8 @@ from bench import fit as bench
 from bench.__main__ import main as bench_main
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.recipes.patch import patch_of
-from fusedlayers.recompute.blocks import Block, Blocks
-from fusedlayers.recompute.plans import Cost, Plans
-from fusedlayers.recompute.training import Measurement, Training
+from fusedlayers.recompute.blocks import Block, Blocks, Cost, Plans
+from fusedlayers.recompute.budget import Measurement, Training
 from fusedlayers.reports import timing
 from fusedlayers.reports.step import Step
 

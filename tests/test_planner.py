@@ -8,9 +8,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from fusedlayers.recompute import planner
-from fusedlayers.recompute.measurement import ChildCosts
-from fusedlayers.recompute.planner import (
+from fusedlayers.recompute import segments
+from fusedlayers.recompute.child_costs import ChildCosts
+from fusedlayers.recompute.recompute import RECOMPUTE, Recompute
+from fusedlayers.recompute.segments import (
     BUDGET_STEPS,
     Plan,
     Segment,
@@ -19,7 +20,6 @@ from fusedlayers.recompute.planner import (
     plan_within_budget,
     segments_of_lengths,
 )
-from fusedlayers.recompute.recompute import RECOMPUTE, Recompute
 
 ALL_MODES: tuple[Recompute, ...] = RECOMPUTE  # type: ignore[assignment]
 MODES: list[tuple[Recompute, ...]] = [("nothing", "all"), ("nothing", "cheap"), ALL_MODES]
@@ -203,8 +203,8 @@ def test_many_children_are_planned_within_their_budget_too(monkeypatch: pytest.M
     sequence = [child for seed in range(20) for child in children(seed)][:40]
     eager = plan_within_budget(sequence, 10**9, ALL_MODES).eager_bytes
     plans = []
-    for states in (1, planner.MAX_STATES):
-        monkeypatch.setattr(planner, "MAX_STATES", states)
+    for states in (1, segments.MAX_STATES):
+        monkeypatch.setattr(segments, "MAX_STATES", states)
         plans.append(plan_within_budget(sequence, eager // 2, ALL_MODES))
         agrees(plans[-1], sequence)
         assert plans[-1].peak_bytes <= eager // 2

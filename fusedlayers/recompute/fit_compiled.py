@@ -24,7 +24,7 @@ from ..utils.module_state import unchanged
 from ..utils.progress import OnStage, asked
 from ..utils.reports import Report
 from ..utils.storages import tensors_in
-from .training import COUNTED, Measurement, Of, Training
+from .budget import COUNTED, Measurement, Of, Training
 
 #: So many parts are tried, and the search ends with one that takes so much of the budget.
 TRIES = 5

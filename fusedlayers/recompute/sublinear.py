@@ -1,7 +1,7 @@
 """``nn.Sequential`` that recomputes segments of its children (Chen et al. 2016, "Training Deep Nets with Sublinear
 Memory Cost").
 
-The first forward pass in training measures the children (``measurement.py``) and plans the segments (``planner.py``);
+The first forward pass in training measures the children (``child_costs.py``) and plans the segments (``segments.py``);
 each segment is a checkpoint (``recompute.py``). Training costs at most one more forward pass for each backward pass,
 and the measurement one, or two if results of products may be saved. What the children write to attributes while they
 are measured stays.
@@ -27,9 +27,9 @@ from ..utils.module_state import modules_in
 from ..utils.storages import tensors_in
 from ..utils.torchscript import refuse_script
 from ..validation import budget_from, is_whole
-from .measurement import ChildCosts, measure
-from .planner import Plan, Segment, balanced_lengths, plan_of, plan_within_budget, segments_of_lengths
+from .child_costs import ChildCosts, measure
 from .recompute import Recompute, can_recompute, check_recompute, recomputed
+from .segments import Plan, Segment, balanced_lengths, plan_of, plan_within_budget, segments_of_lengths
 
 
 class SublinearSequential(nn.Sequential):

@@ -21,7 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ..utils.formatting import size_text
-from .measurement import ChildCosts
+from .child_costs import ChildCosts
 from .recompute import Recompute
 
 #: How finely the smallest budget is searched for: in steps of this part of the most that may be saved.
