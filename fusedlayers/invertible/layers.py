@@ -101,7 +101,7 @@ class _InvertibleConv(_Orthogonal):
 
     @property
     def reversible(self: Any) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
-        return self.groups == 1 and self.out_channels == self.in_channels * math.prod(self.kernel_size)
+        return bool(self.groups == 1 and self.out_channels == self.in_channels * math.prod(self.kernel_size))
 
     def function(self: Any, x: Tensor) -> Any:
         sizes = x.shape[-len(self.kernel_size) :]

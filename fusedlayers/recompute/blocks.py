@@ -165,18 +165,15 @@ class Plans:
         self._order = sorted(costs, key=lambda block: per_byte[block])[::-1]  # the last of alike blocks first
 
     def _plan(self, saved: Collection[Block]) -> Plan:
-        more = self._held(saved) - self._held(())
+        """The bytes that blocks add. At the peak the backward pass of one holds all of its own, and those of blocks
+        before it that are saved once."""
+        total = most = most_of_one = 0
+        for block, cost in self._costs.items():
+            most, most_of_one = max(most, total + cost.bytes), max(most_of_one, cost.bytes)
+            total += cost.bytes if block in saved else 0
+        more = total if self._of == "saved" else most - most_of_one
         faster_ms = sum(self._costs[block].time_ms for block in saved)
         return Plan(frozenset(saved), Measurement(self.least.bytes + more, self.least.time_ms - faster_ms))
-
-    def _held(self, saved: Collection[Block]) -> int:
-        """The bytes of blocks. The backward pass of each holds all of its own, and those of blocks before it that are
-        saved once."""
-        total = most = 0
-        for block, cost in self._costs.items():
-            most = max(most, total + cost.bytes)
-            total += cost.bytes if block in saved else 0
-        return total if self._of == "saved" else most
 
     def best(self, budget: int) -> Plan:
         """The fastest within a budget; the smallest where none is within it."""

@@ -63,12 +63,13 @@ class Training:
             raise ValueError(f"{function}: fraction must be above 0 and at most 1 (30 % are 0.3), got {fraction!r}")
         else:
             self._asked, self._fraction = f"fraction={fraction!r}", float(fraction)
-        if isinstance(step.model, nn.Module) and not step.model.training:
+        assert isinstance(step.model, nn.Module)
+        if not step.model.training:
             raise ValueError(
                 f"{function}: the model is in evaluation (model.eval(), which from_pretrained calls too), and a budget "
                 "is for training steps, which save more where there are dropouts; call model.train() first"
             )
-        self.step, self.of = step, of
+        self.step, self.of, self._model = step, of, step.model
         self._leaves = trained_in((step.model, step.args, step.kwargs))
         self.reset_random = random_state()
 
@@ -97,13 +98,13 @@ class Training:
             return self.saved()
         self.reset_random()
         with isolated_gradients(self._leaves, zeros=True):
-            return peak_bytes(self.step.run, device=device_of((self.step.model, self.step.args, self.step.kwargs)))
+            return peak_bytes(self.step.run, device=device_of((self._model, self.step.args, self.step.kwargs)))
 
     def saved(self) -> int:
         """The bytes that are saved for the backward pass."""
         self.reset_random()
-        buffers = self.step.model.buffers() if isinstance(self.step.model, nn.Module) else ()
-        return count_saved(self.step.forward, exclude=[*buffers, self.step.args, self.step.kwargs]).bytes
+        exclude = [*self._model.buffers(), self.step.args, self.step.kwargs]
+        return count_saved(self.step.forward, exclude=exclude).bytes
 
     def times_ms(self, variants: Sequence[Callable[[], None]]) -> list[float]:
         """Of a step, for each of the functions that make the model another one."""

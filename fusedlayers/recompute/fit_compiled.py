@@ -120,12 +120,13 @@ def fit_compiled(
         raise ValueError("fit_compiled: the model is compiled already; pass the one that torch.compile was called on")
     if "backend" in options:
         raise ValueError("fit_compiled: the backend is the report's; give it the other options of torch.compile")
-    training.step = replace(training.step, model=(run := _Run(model)))
+    compiled: list[Any] = []  # of which the last one is called
+    training.step = replace(training.step, model=lambda *args, **kwargs: compiled[-1](*args, **kwargs))
     tried: dict[float, int] = {}
 
     def compile_with(part: float, is_compiled: bool = True) -> Callable[[], None]:
-        compiled: Any = torch.compile(model, backend=partial(budgeted, part, is_compiled=is_compiled), **options)
-        return partial(setattr, run, "call", compiled.__call__)
+        backend = partial(budgeted, part, is_compiled=is_compiled)
+        return partial(compiled.append, torch.compile(model, backend=backend, **options))
 
     def bytes_with(part: float, is_compiled: bool) -> int:
         torch.compiler.reset()
@@ -180,15 +181,3 @@ def _try_parts(budget: int, bytes_with: Callable[[float], int]) -> None:
             high, high_bytes = part, size
     if low == 0 and high_bytes > budget:
         bytes_with(0.0)
-
-
-class _Run(nn.Module):
-    """Holds the model, and calls the function that was last compiled of it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.call: Callable[..., Any] = model.__call__
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)

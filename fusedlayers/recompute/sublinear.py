@@ -190,10 +190,8 @@ class SublinearSequential(nn.Sequential):
         return found
 
     def extra_repr(self) -> str:
-        shown = {
-            "segments": self.segments, "memory_budget_bytes": self.memory_budget_bytes, "recompute": self.recompute
-        }  # fmt: skip
-        parts = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
+        names = ("segments", "memory_budget_bytes", "recompute")
+        parts = [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
         return ", ".join([*parts, *([] if self.plan is None else [str(self.plan)])])
 
 
