@@ -40,35 +40,6 @@ def times_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-class Attention(nn.Module):
-    """A transformer's block, with a mask that all blocks share."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out, self.drop = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.Dropout(0.1)
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-
-    def forward(self, x: Tensor, *, mask: Tensor) -> Tensor:
-        q, k, v = self.qkv(self.norm1(x)).unflatten(-1, (3, 4, -1)).permute(2, 0, 3, 1, 4)
-        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v, mask).transpose(1, 2).flatten(2)))
-        return x + self.drop(self.mlp(self.norm2(x)))
-
-
-class Transformer(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Linear(16, 64), nn.Linear(64, 16)
-        self.layers = nn.ModuleList(Attention() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        mask = torch.zeros(x.shape[1], x.shape[1])
-        x = self.embed(x)
-        for layer in self.layers:
-            x = layer(x, mask=mask)
-        return self.head(x)  # type: ignore[no-any-return]
-
-
 class Residual(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -87,7 +58,10 @@ def _convolutions() -> nn.Module:
 
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "transformer": lambda: (Transformer(), torch.randn(4, 64, 16)),
+    "transformer": lambda: (
+        nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, 0.1, "gelu", batch_first=True), 3),
+        torch.randn(4, 64, 64),
+    ),
     "convolutions": lambda: (_convolutions(), torch.randn(8, 3, 32, 32)),
 }
 
@@ -104,6 +78,8 @@ def _without_dropout(model: nn.Module) -> Any:
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
+        elif isinstance(module, nn.MultiheadAttention):
+            module.dropout = 0.0
     return model
 
 
@@ -515,7 +491,7 @@ def test_the_report() -> None:
     assert parts == sorted(parts) and parts[0] == 0.0 and parts[-1] == 1.0
     text = str(report)
     for words in (
-        "Transformer: at most ",
+        "TransformerEncoder: at most ",
         "eager PyTorch ",
         "this plan, measured ",
         "the smallest plan ",
@@ -524,13 +500,12 @@ def test_the_report() -> None:
         assert words in text
     assert json.loads(json.dumps(report.to_dict()))["measured"]["bytes"] == report.measured.bytes
     given = fl.fit(model, x, memory_budget_bytes="200MB", plan_only=True)
-    assert str(given).startswith("Transformer: at most 191 MiB (200 MB) saved for backward\n")
+    assert str(given).startswith("TransformerEncoder: at most 191 MiB (200 MB) saved for backward\n")
     assert given.recomputed == ()
 
 
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, 0.1, "gelu", batch_first=True), 3)
-    small = bench.Case("small/float32", lambda: (encoder, torch.randn(4, 64, 64)), "layers")
+    small = bench.Case("small/float32", MODELS["transformer"], "layers")
     monkeypatch.setattr(bench, "CASES", (small,))
     assert bench_main(["fit", "--quick", "--out", str(tmp_path)]) == 0
     assert ": eager 100.0% 1.00x | checkpoint " in capsys.readouterr().out
