@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from inverting import EXACT, Scale, assert_exact, linears, loss_of, net, plain, randn, step, worst
+from inverting import EXACT, Scale, assert_exact, linears, net, plain, randn, step, worst
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -221,21 +221,6 @@ def test_arguments_that_are_no_tensors() -> None:
     order.zero_()
     with pytest.raises(RuntimeError, match="Gather: input 1, which is saved, was modified by an in-place"):
         y.sum().backward()
-
-
-def test_gradients_of_some_inputs_work() -> None:
-    """Where invtorch refuses ``grad`` and ``backward(inputs=)``."""
-    module = net().double()
-    x = randn(2, 8).requires_grad_()
-    weight = module[1].f[0].weight
-    other = plain(module)
-    for wanted in ([x], [weight], [x, weight]):
-        found = torch.autograd.grad(loss_of(module(x)), wanted)
-        others = [other[1].f[0].weight if t is weight else t for t in wanted]
-        assert worst(found, torch.autograd.grad(loss_of(other(x)), others)) <= EXACT
-    loss_of(module(x)).backward(inputs=[x])
-    assert x.grad is not None and weight.grad is None
-    assert worst([x.grad], torch.autograd.grad(loss_of(other(x)), x)) <= EXACT
 
 
 def test_random_numbers_are_drawn_again() -> None:

@@ -3,8 +3,6 @@ mechanism in ``invertible/inversion.py``."""
 
 from __future__ import annotations
 
-import copy
-import pickle
 import threading
 import warnings
 from collections.abc import Callable
@@ -97,19 +95,6 @@ def test_function_transforms_see_plain_operations() -> None:
         with torch.autograd.forward_ad.dual_level():
             dual = torch.autograd.forward_ad.make_dual(x, x)
             torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(module(dual)).tangent, tangents[0])
-
-
-def test_functional_call_outside_of_transforms() -> None:
-    """The second run finds the parameters that the first one found."""
-    module = net().double()
-    other = plain(module)
-    x = randn(2, 8)
-    found = []
-    for inner in (module, other):
-        parameters = {name: (1.5 * p.detach()).requires_grad_() for name, p in inner.named_parameters()}
-        y = torch.func.functional_call(inner, parameters, (x,))
-        found.append(torch.autograd.grad(loss_of(y), list(parameters.values())))
-    assert worst(*found) <= EXACT
 
 
 def test_parameters_that_change_between_the_passes_raise() -> None:
@@ -470,17 +455,3 @@ def test_threads() -> None:
     for thread in threads:
         thread.join()
     assert len(found) == 20 and all(worst(one, wanted) <= EXACT for one in found)
-
-
-# --- copies -----------------------------------------------------------------------------------------------------------
-
-
-def test_copies() -> None:
-    module = mixed()
-    module[0].checkpoint = False
-    x = randn(6, 8)
-    module(x)  # what a call leaves in a module must not be in the way
-    wanted = step(module, (x,), list(module.parameters()))
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert worst(step(other, (x,), list(other.parameters())), wanted) <= EXACT
-        assert not other[0].checkpoint and other[1].checkpoint

@@ -201,12 +201,6 @@ def test_children_that_write_over_a_view_of_the_segments_input(segments: Any) ->
     twice(make, lambda *modules: fl.SublinearSequential(*modules, segments=segments))
 
 
-def test_one_segment_is_called_one() -> None:
-    net = fl.SublinearSequential(*(nn.Linear(16, 16) for _ in range(4)), segments=2)
-    net(torch.randn(8, 16))
-    assert "in 1 segment:" in str(net.plan)
-
-
 # --- several processes ------------------------------------------------------------------------------------------------
 
 
