@@ -28,7 +28,7 @@ from .budget import COUNTED, Measurement, Of, Training, everyone
 #: How far gradients may differ, of their norm: layers carry a rounding error far, and other random numbers farther.
 ALIKE = 0.1
 NO_BLOCKS = (
-    "no blocks were found: children of a Sequential, ModuleList or ModuleDict that have children, and are called. Put "
+    "no blocks were found: children of a Sequential, ModuleList or ModuleDict that have children, and are called; put "
     "the repeated parts of the model into an nn.ModuleList, or call a part by fl.sublinear(part, x)"
 )
 
@@ -208,7 +208,7 @@ def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
         switches = [telling(partial(blocks.save, plan.saved), within(on_stage, 0.5, 1))]
         switches += [] if eager_bytes is None else [blocks.as_it_was]
         time_ms, *eager_ms = training.together(lambda: training.times_ms(switches))[0]
-    notes = [] if blocks else [f"Nothing is recomputed: {NO_BLOCKS}."]
+    notes = [] if blocks or blocks.skipped else [f"Nothing is recomputed: {NO_BLOCKS}."]
     if eager_bytes is None:
         notes.append("The model as it was ran out of memory, so that gradients were not compared with its own.")
     return FitReport(
