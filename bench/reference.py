@@ -28,4 +28,4 @@ mlp, gated_mlp = _reference.mlp, _reference.gated_mlp
 CUSTOM_ACTIVATIONS = _load("examples", "custom_activation").ACTIVATIONS
 
 _deep_resnet = _load("examples", "deep_resnet")
-BatchNormAct, resnet, RESNETS = _deep_resnet.BatchNormAct, _deep_resnet.resnet, _deep_resnet.DEPTHS
+BatchNormAct, resnet = _deep_resnet.BatchNormAct, _deep_resnet.resnet

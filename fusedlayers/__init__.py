@@ -9,12 +9,18 @@ from typing import TYPE_CHECKING, Any
 from .activations import activation, activations
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .invertible.activation import InvertibleActivation
-from .invertible.batchnorm import InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d
 from .invertible.coupling import AdditiveCoupling, AffineCoupling
-from .invertible.inversion import dry_mode, in_backward_mode, in_dry_mode
-from .invertible.linear import InvertibleConv1d, InvertibleConv2d, InvertibleConv3d, InvertibleLinear
+from .invertible.layers import (
+    InvertibleBatchNorm1d,
+    InvertibleBatchNorm2d,
+    InvertibleBatchNorm3d,
+    InvertibleConv1d,
+    InvertibleConv2d,
+    InvertibleConv3d,
+    InvertibleLinear,
+    orthogonal,
+)
 from .invertible.module import InvertibleModule, invertible_checkpoint
-from .invertible.orthogonal import NonZero, orthogonal
 from .invertible.reshape import (
     InvertibleFlatten,
     InvertibleIdentity,
@@ -123,7 +129,6 @@ __all__ = [
     "LeakyReLU",
     "LogSigmoid",
     "Mish",
-    "NonZero",
     "ReLU6",
     "SiLU",
     "Softplus",
@@ -136,7 +141,6 @@ __all__ = [
     "celu",
     "conv_bias_act",
     "dense_bias_act",
-    "dry_mode",
     "elu",
     "explain",
     "fit",
@@ -147,8 +151,6 @@ __all__ = [
     "hardsigmoid",
     "hardswish",
     "hardtanh",
-    "in_backward_mode",
-    "in_dry_mode",
     "invertible_checkpoint",
     "leaky_relu",
     "logsigmoid",

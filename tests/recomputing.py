@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
-from fusedlayers.recompute.measurement import measure
+from fusedlayers.recompute.child_costs import measure
 
 MODES = ("all", "cheap", "nothing")
 every_mode = pytest.mark.parametrize("recompute", MODES)

@@ -92,9 +92,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_gpu_check": {
         "test_it_runs_on_the_fake_driver": 0,
     },
-    "test_invertible_contexts": {
-        "test_engines": 0,
-    },
     "test_invertible_layers": {
         "test_peak_memory_does_not_grow_with_depth": 0,
     },
@@ -135,9 +132,11 @@ SLOW: dict[str, dict[str, int]] = {
         "test_compiled_by_inductor": 0,
         "test_the_peak_is_two_hidden_buffers": 1,
     },
+    "test_second_runs": {
+        "test_engines": 0,
+    },
     "test_sublinear_contexts": {
         "test_compiled": 1,
-        "test_several_processes": 0,
     },
     "test_sublinear_plans": {
         "test_plans_keep_what_they_say": 6,

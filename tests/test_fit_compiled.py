@@ -173,20 +173,3 @@ def test_the_report() -> None:
     assert lines[0].startswith("Sequential, compiled: at most ") and lines[0].endswith(" saved for backward")
     assert sum("(chosen)" in line for line in lines) == 1 and len(lines) == len(report.tried) + 4
     assert json.loads(json.dumps(report.to_dict()))["measured"]["bytes"] == report.measured.bytes
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "fit_compiled: give one of memory_budget_bytes and fraction, got neither"),
-        ({"fraction": 0.0}, "fit_compiled: fraction must be above 0 and at most 1"),
-        ({"fraction": 0.5, "of": "all"}, "fit_compiled: of must be one of 'saved', 'peak', got 'all'"),
-        ({"fraction": 0.5, "backend": "eager"}, "fit_compiled: the backend is the report's"),
-        ({"fraction": 0.5, "loss": lambda y: y}, "fit_compiled: loss returned a float32 tensor of shape"),
-    ],
-)
-def test_wrong_arguments(options: dict[str, Any], message: str) -> None:
-    model, x = _model()
-    with pytest.raises(ValueError, match=message):
-        fl.fit_compiled(model, x, **options)
-    assert not vars(model).get("_compiled_call_impl")

@@ -195,6 +195,7 @@ def test_activations_err_as_check_predicts(name: str, dtype: torch.dtype) -> Non
     eps = torch.finfo(dtype).eps
     assert error(found[:1], wanted[:1]) <= eps
     assert error(found[1:], wanted[1:]) <= 4 * report.gradient_error + 8 * eps
+    assert report.gradient_error < 1e-2 or dtype is not torch.float32  # as large as what it predicts it proves nothing
     bits = -(-len(x) // 8) if module[1].activation.is_folded else 0
     assert saved_bytes(module, (1 * x).requires_grad_()) == x.nbytes + bits
 
@@ -235,13 +236,6 @@ def test_check_says_nothing_of_gradients_that_are_almost_0() -> None:
 def test_flattened_sizes_are_needed_for_the_inverse() -> None:
     with pytest.raises(ValueError, match=r"InvertibleFlatten: the inverse needs the sizes .* pass unflattened="):
         fl.InvertibleFlatten().inverse(torch.randn(2, 48))
-
-
-def test_check_predicts_less_than_all_is_lost() -> None:
-    """For a prediction that is as large as what it predicts proves nothing."""
-    for name in ACTIVATIONS:
-        report = activation(name).check(randn(500, dtype=torch.float32), rtol=1, atol=1)
-        assert report.gradient_error < 1e-2, (name, report.gradient_error)
 
 
 # --- what is kept -----------------------------------------------------------------------------------------------------

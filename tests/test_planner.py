@@ -8,20 +8,20 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from fusedlayers.recompute import planner
-from fusedlayers.recompute.measurement import ChildCosts
-from fusedlayers.recompute.planner import (
+from fusedlayers.recompute import segments
+from fusedlayers.recompute.child_costs import ChildCosts
+from fusedlayers.recompute.recompute import RECOMPUTE, Recompute
+from fusedlayers.recompute.segments import (
     BUDGET_STEPS,
     Plan,
     Segment,
-    plan_balanced,
-    plan_of_lengths,
+    balanced_lengths,
+    plan_of,
     plan_within_budget,
+    segments_of_lengths,
 )
-from fusedlayers.recompute.recompute import RECOMPUTE, Recompute
 
-ALL_MODES: tuple[Recompute, ...] = RECOMPUTE  # type: ignore[assignment]
-MODES: list[tuple[Recompute, ...]] = [("nothing", "all"), ("nothing", "cheap"), ALL_MODES]
+MODES: list[tuple[Recompute, ...]] = [("nothing", "all"), ("nothing", "cheap"), RECOMPUTE]
 #: Of sizes: a few, so that plans tie, and many.
 LARGEST = (3, 1000)
 
@@ -122,8 +122,8 @@ def agrees(found: Plan, sequence: Sequence[ChildCosts]) -> None:
 def test_a_plan_keeps_and_costs_what_it_says(seed: int) -> None:
     sequence = children(seed)
     for lengths in compositions(len(sequence)):
-        for mode in ALL_MODES:
-            agrees(plan_of_lengths(sequence, lengths, mode), sequence)
+        for mode in RECOMPUTE:
+            agrees(plan_of(sequence, segments_of_lengths(lengths, mode)), sequence)
 
 
 @pytest.mark.parametrize("modes", MODES, ids=str)
@@ -149,13 +149,13 @@ def test_no_plan_within_a_budget_costs_less_and_no_smaller_budget_has_one(
 @pytest.mark.parametrize("seed", range(12))
 def test_a_budget_that_no_plan_fits_in_is_refused_with_one_that_does(seed: int) -> None:
     sequence = children(seed)
-    smallest = min(followed(sequence, segments)[1] for segments in all_plans(0, len(sequence), ALL_MODES))
+    smallest = min(followed(sequence, segments)[1] for segments in all_plans(0, len(sequence), RECOMPUTE))
     if smallest == 0:
         return
     with pytest.raises(ValueError, match=r"is less than any plan needs: these \d+ children save") as raised:
-        plan_within_budget(sequence, smallest - 1, ALL_MODES)
+        plan_within_budget(sequence, smallest - 1, RECOMPUTE)
     named = int(str(raised.value).split("(")[1].split()[0])
-    assert plan_within_budget(sequence, named, ALL_MODES).peak_bytes <= named
+    assert plan_within_budget(sequence, named, RECOMPUTE).peak_bytes <= named
 
 
 def split_at(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -178,17 +178,14 @@ def test_balanced_segments_are_the_best_split(seed: int) -> None:
         )
 
     for count in range(1, len(sequence) + 3):
-        segments = plan_balanced(sequence, count, "all").segments
-        lengths = [segment.stop - segment.start for segment in segments]
+        lengths = balanced_lengths(sequence, count)
         of_count = [found for found in compositions(len(sequence)) if len(found) == min(count, len(sequence))]
         assert len(lengths) == min(count, len(sequence))
         assert largest(lengths) == min(map(largest, of_count))
 
 
 def test_the_last_of_segments_given_by_length_runs_once() -> None:
-    sequence = [child for seed in range(20) for child in children(seed)][:7]
-    segments = plan_of_lengths(sequence, [3, 2, 2], "cheap").segments
-    assert segments == ((0, 3, "cheap"), (3, 5, "cheap"), (5, 7, "nothing"))
+    assert segments_of_lengths([3, 2, 2], "cheap") == ((0, 3, "cheap"), (3, 5, "cheap"), (5, 7, "nothing"))
 
 
 def test_without_a_budget_alike_children_keep_about_twice_the_root_of_their_number() -> None:
@@ -203,11 +200,11 @@ def test_without_a_budget_alike_children_keep_about_twice_the_root_of_their_numb
 def test_many_children_are_planned_within_their_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all states are gone on with then."""
     sequence = [child for seed in range(20) for child in children(seed)][:40]
-    eager = plan_within_budget(sequence, 10**9, ALL_MODES).eager_bytes
+    eager = plan_within_budget(sequence, 10**9, RECOMPUTE).eager_bytes
     plans = []
-    for states in (1, planner.MAX_STATES):
-        monkeypatch.setattr(planner, "MAX_STATES", states)
-        plans.append(plan_within_budget(sequence, eager // 2, ALL_MODES))
+    for states in (1, segments.MAX_STATES):
+        monkeypatch.setattr(segments, "MAX_STATES", states)
+        plans.append(plan_within_budget(sequence, eager // 2, RECOMPUTE))
         agrees(plans[-1], sequence)
         assert plans[-1].peak_bytes <= eager // 2
     assert plans[1].recomputed <= plans[0].recomputed < 1

@@ -1,14 +1,20 @@
 """A second run finds what the first one found, and leaves what there is: buffers, modes, frozen parameters; and where
-it cannot, it says so. Invertible modules inside of it hold nothing."""
+it cannot, it says so. Invertible modules inside of it hold nothing; PyTorch's engines may be around it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+import inverting
+import processes
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.nn.utils import parametrize
 
 import fusedlayers as fl
@@ -195,7 +201,66 @@ def test_children_that_write_over_a_view_of_the_segments_input(segments: Any) ->
     twice(make, lambda *modules: fl.SublinearSequential(*modules, segments=segments))
 
 
-def test_one_segment_is_called_one() -> None:
-    net = fl.SublinearSequential(*(nn.Linear(16, 16) for _ in range(4)), segments=2)
-    net(torch.randn(8, 16))
-    assert "in 1 segment:" in str(net.plan)
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def _each(net: Any) -> nn.Module:
+    for child in net:
+        fully_shard(child)
+    return fully_shard(net)
+
+
+def _networks(net: Any) -> nn.Module:
+    for coupling in net:
+        fully_shard(coupling.f), fully_shard(coupling.g)
+    return fully_shard(net)
+
+
+def _blocks() -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(6)]
+
+
+ENGINES: dict[str, Callable[[Any], nn.Module]] = {
+    "ddp": DDP,
+    "ddp, static graph": lambda net: DDP(net, static_graph=True),
+    "fsdp": fully_shard,
+    "fsdp, each child": _each,
+    "fsdp, by network": _networks,
+}
+SUBJECTS: dict[str, Container] = {
+    "all": lambda: fl.SublinearSequential(*_blocks(), segments=3),
+    "cheap": lambda: fl.SublinearSequential(*_blocks(), segments=3, recompute="cheap"),
+    "invertible": lambda: inverting.net(),
+}
+
+
+def _trained(net: nn.Module, shares: Sequence[Tensor]) -> list[Tensor]:
+    """Parameters after some steps with the mean of the shares' losses."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with torch.no_grad():  # in which modules run as well, and an engine's hooks on them
+        assert all(net(share).isfinite().all() for share in shares)
+    for _ in range(3):
+        optimizer.zero_grad()
+        torch.stack([net(share).sin().square().mean() for share in shares]).mean().backward()
+        optimizer.step()
+    values = [parameter.detach() for parameter in net.parameters()]
+    return [value.full_tensor() if isinstance(value, DTensor) else value.clone() for value in values]
+
+
+def _in_processes(rank: int, count: int) -> dict[tuple[str, str], list[Tensor]]:
+    share = inverting.randn(8, 8).chunk(count)[rank]
+    pairs = [(subject, engine) for subject in SUBJECTS for engine in ENGINES]
+    pairs = [pair for pair in pairs if pair[0] == "invertible" or pair[1] != "fsdp, by network"]
+    return {pair: _trained(ENGINES[pair[1]](SUBJECTS[pair[0]]().double()), [share]) for pair in pairs}
+
+
+def test_engines(tmp_path: Path) -> None:
+    shares = inverting.randn(8, 8).chunk(2)
+    invertible = _trained(inverting.plain(inverting.net()).double(), shares)
+    blocks = _trained(nn.Sequential(*_blocks()).double(), shares)
+    for found in processes.results(_in_processes, 2, tmp_path):
+        assert len(found) == 3 * len(ENGINES) - 2
+        for (subject, _), values in found.items():
+            expected = invertible if subject == "invertible" else blocks
+            torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-9)

@@ -7,7 +7,6 @@ import functools
 import io
 import pickle
 import re
-import types
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +15,11 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from recomputing import Checkpointed, Counting, block, blocks, every_mode, images, outcome, rows, same, twins
+from recomputing import Counting, block, blocks, every_mode, images, outcome, rows, same, twins
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from bench.reference import RESNETS, resnet
+from bench.reference import resnet
 from fusedlayers.memory import saved_bytes
 
 
@@ -29,15 +28,8 @@ def seeded() -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("depth", RESNETS)
-def test_resnets(depth: int) -> None:
-    with torch.device("meta"):
-        parts = resnet(depth, widths=(2, 2, 2, 2), classes=4, is_small=True)
-    assert len(parts) == sum(RESNETS[depth][2]) + 2
-    if depth > 34:
-        return
-    parts = resnet(depth, widths=(2, 2, 2, 2), classes=4, is_small=True)
-    plain, net = twins(parts)
+def test_a_resnet() -> None:
+    plain, net = twins(resnet(18, widths=(2, 2, 2, 2), classes=4, is_small=True))
     x = torch.randn(4, 3, 8, 8)
     same(outcome(net, x), outcome(plain, x))
     assert saved_bytes(net, x) < 0.6 * saved_bytes(plain, x)
@@ -112,26 +104,6 @@ def test_inputs_may_be_tuples() -> None:
     same(*found)
 
 
-CHANGES: dict[str, Callable[[Any], object]] = {
-    "append": lambda net: net.append(block()),
-    "insert": lambda net: net.insert(2, block()),
-    "delete": lambda net: net.__delitem__(1),
-    "replace": lambda net: net.__setitem__(3, block()),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_modules_may_be_changed(change: str) -> None:
-    plain, net = twins(blocks(), segments=3)
-    x = rows()
-    same(outcome(net, x), outcome(plain, x))
-    for module in (plain, net):
-        torch.manual_seed(3)
-        CHANGES[change](module)
-    same(outcome(net, x), outcome(plain, x))
-    assert net.plan is not None and net.plan.segments[-1].stop == len(net) == len(plain)
-
-
 def test_autocast_is_replayed() -> None:
     plain, net = twins([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
     x, dtypes = rows(), []
@@ -178,7 +150,10 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "slice": lambda net: net[1:3],
     "nothing of it": lambda net: net[3:3],
     "insert before the last": lambda net: net.insert(-1, nn.Tanh()),
+    "append": lambda net: net.append(nn.Tanh()),
     "extend": lambda net: net.extend([nn.Tanh(), nn.ReLU()]),
+    "delete": lambda net: [net.__delitem__(1), net][1],
+    "replace": lambda net: [net.__setitem__(1, nn.Sigmoid()), net][1],
     "pop": lambda net: [net.pop(1), net][1],
     "+=": lambda net: net.__iadd__(nn.Sequential(nn.Tanh())),
     "*=": lambda net: net.__imul__(2),
@@ -206,7 +181,7 @@ def test_it_is_changed_as_a_sequential(operation: str) -> None:
     assert list(made.state_dict()) == list(expected.state_dict()) and len(made) == len(expected)
     if len(made):
         same(outcome(made, x), outcome(expected, x))
-    assert made(x) is x if not len(made) else made.plan is not None
+    assert made(x) is x if not len(made) else made.plan.segments[-1].stop == len(made)
 
 
 def test_it_is_built_from_an_ordered_dict() -> None:
@@ -232,7 +207,6 @@ def test_its_repr_says_what_was_asked_for_and_planned() -> None:
 
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"segments": 0}, "segments must be a positive number, or a list of such, got 0"),
-    ({"segments": -1}, "segments must be a positive number, or a list of such, got -1"),
     ({"segments": [2, 0]}, "segments must be a positive number, or a list of such, got [2, 0]"),
     ({"segments": True}, "segments must be a positive number, or a list of such, got True"),
     ({"segments": 1.5}, "segments must be a positive number, or a list of such, got 1.5"),
@@ -241,10 +215,6 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     (
         {"memory_budget_bytes": -1},
         'memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got -1',
-    ),
-    (
-        {"memory_budget_bytes": 1.5},
-        'memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got 1.5',
     ),
     ({"recompute": "some"}, "recompute must be one of 'all', 'cheap', 'nothing', got 'some'"),
     ({"segments": 2, "memory_budget_bytes": 9}, "segments and memory_budget_bytes exclude each other"),
@@ -370,17 +340,6 @@ def test_lazy_modules_are_there_after_a_first_call(recompute: Any) -> None:
     same(outcome(net, x), outcome(plain, x))
 
 
-@pytest.mark.parametrize("name", ["batch norm", "spectral norm", "own batch norm", "counts", "tied buffers"])
-def test_torchs_checkpoint_is_not_as_a_sequential(name: str) -> None:
-    """Of the nets above these tell."""
-    parts = NETS[name]()
-    plain, net = nn.Sequential(*copy.deepcopy(parts)), Checkpointed(*parts)
-    with pytest.raises((AssertionError, RuntimeError)):  # noqa: PT012  # some tell in the second round
-        for _ in range(2):
-            x = rows()
-            same(outcome(net, x), outcome(plain, x))
-
-
 def test_cheap_refuses_what_writes_over_products() -> None:
     """A budget is met without it."""
     parts = [nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(inplace=True)) for _ in range(6)]
@@ -424,34 +383,16 @@ def _closure(net: nn.Module) -> Callable[[Tensor], Tensor]:
     return lambda x: inner(x)
 
 
-def _by_keyword(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    def function(x: Tensor, *, net: nn.Module = net) -> Tensor:
-        return net(x)  # type: ignore[no-any-return]
-
-    return function
-
-
-def _without_module(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    """As ``exec`` makes them."""
-    return types.FunctionType((lambda x: net(x)).__code__, {"net": net}, closure=(types.CellType(net),))
-
-
 FUNCTIONS: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
     "module": lambda net: net,
     "lambda": lambda net: lambda x: net(x),
     "lambda with a default": lambda net: lambda x, net=net: net(x),
-    "keyword with a default": _by_keyword,
     "method of a module": lambda net: net.forward,
     "method": lambda net: _Holder(net).method,
     "callable object": _Holder,
     "partial": lambda net: functools.partial(lambda net, x: net(x), net),
-    "partial by keyword": lambda net: functools.partial(lambda x, nets: nets[0](x), nets=[net]),
     "nested closures": _closure,
-    "wrapped": lambda net: functools.wraps(_by_global)(_closure(net)),
     "global": lambda net: _by_global,
-    "global through a global": lambda net: lambda x: _by_global(x),
-    "in a comprehension": lambda net: lambda x: torch.cat([_by_global(t) for t in (x,)]),
-    "without a module": _without_module,
     "argument": lambda net: functools.partial(_called, net),
 }
 
@@ -485,27 +426,6 @@ def test_torchscript_inside() -> None:
     model = nn.Sequential(plain[0], torch.jit.script(plain[1]), plain[2])
     found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in (fl.sublinear(model, x), plain(x)))
     torch.testing.assert_close(found, expected)
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.first).sin() @ self.second
-
-
-def test_parameters_that_exchange_their_names() -> None:
-    """Between the passes, the same two in the same order."""
-    model, x = Twice(), rows().requires_grad_()
-    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
-    y = fl.sublinear(model, x)
-    first, second = model.first, model.second
-    del model.first, model.second
-    model.second, model.first = first, second
-    (found,) = torch.autograd.grad(y.square().sum(), x)
-    assert torch.equal(found, expected)
 
 
 def test_an_input_edited_in_place_before_the_backward_pass_raises() -> None:

@@ -1,15 +1,13 @@
 """Recomputation together with what surrounds it: selective saving, fused layers, other features of autograd and
-PyTorch, and several processes."""
+PyTorch."""
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-import processes
 import pytest
 import torch
 import torch.nn.functional as F
@@ -28,11 +26,8 @@ from recomputing import (
     twins,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
@@ -281,65 +276,6 @@ def test_an_error_leaves_all_as_it_was(where: str, recompute: str) -> None:
     assert all(a is b for a, b in zip(net.buffers(), buffers, strict=True))
     net.load_state_dict(plain.state_dict())
     same(outcome(net, x), outcome(plain, x))
-
-
-# --- several processes ------------------------------------------------------------------------------------------------
-
-
-def _each(net: Any) -> nn.Module:
-    for child in net:
-        fully_shard(child)
-    return net  # type: ignore[no-any-return]
-
-
-ENGINES: dict[str, Callable[[Any], nn.Module]] = {
-    "ddp": DDP,
-    "ddp, static graph": lambda net: DDP(net, static_graph=True),
-    "fsdp, each child": _each,
-    "fsdp, the whole": fully_shard,
-    "fsdp, both": lambda net: fully_shard(_each(net)),
-}
-
-
-def _children() -> list[nn.Module]:
-    torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(6)]
-
-
-def _batch() -> Tensor:
-    return torch.randn(8, 16, generator=torch.Generator().manual_seed(3))
-
-
-def _trained(net: nn.Module, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Parameters after some steps with the mean of the parts' losses."""
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        torch.stack([net(part).square().mean() for part in parts]).mean().backward()
-        optimizer.step()
-    values = [parameter.detach() for parameter in net.parameters()]
-    return [value.full_tensor() if isinstance(value, DTensor) else value.clone() for value in values]
-
-
-def _in_processes(rank: int, count: int) -> dict[tuple[str, str], list[Tensor]]:
-    part = _batch().chunk(count)[rank]
-    return {
-        (name, mode): _trained(
-            wrap(fl.SublinearSequential(*_children(), segments=3, recompute=mode)),  # type: ignore[arg-type]
-            [part],
-        )
-        for name, wrap in ENGINES.items()
-        for mode in ("all", "cheap")
-    }
-
-
-def test_several_processes(tmp_path: Path) -> None:
-    expected = _trained(nn.Sequential(*_children()), _batch().chunk(2))
-    for of_rank in processes.results(_in_processes, 2, tmp_path):
-        assert len(of_rank) == 2 * len(ENGINES)
-        for found in of_rank.values():
-            for a, b in zip(found, expected, strict=True):
-                torch.testing.assert_close(a, b)
 
 
 @pytest.mark.parametrize("recompute", ["all", "cheap", None])

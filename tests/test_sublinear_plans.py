@@ -138,6 +138,15 @@ def test_a_plan_is_made_anew_when_it_must_be() -> None:
         assert runs(torch.randn(16, 8))
 
 
+def test_a_tensor_that_a_child_has_kept_of_the_measuring_run() -> None:
+    kept: list[Tensor] = []
+    parts = blocks(3)
+    parts[1].register_forward_hook(lambda module, inputs, y: kept.append(y))
+    fl.SublinearSequential(*parts)(rows())
+    with pytest.raises(RuntimeError, match=r"kept a tensor of the run in which .* once before the first step"):
+        torch.stack(kept).sum().backward()
+
+
 def test_the_measuring_run_leaves_all_as_it_was() -> None:
     parts = blocks()
     plain, net = twins(parts)

@@ -4,28 +4,30 @@ Of two streams one goes through a network, and the result transforms the other. 
 that result once more, and invert the transformation (Dinh et al. 2014, "NICE"; Gomez et al. 2017; affine: Dinh et al.
 2016, "RealNVP").
 
-A block is two halves, one for each stream, and each half is a call of its own (``call.py``). In the backward pass its
-network runs once, with its graph, and the result serves both the inverse and the gradient.
+A block is two halves, one for each stream, and each half is a call of its own (``inversion.py``). In the backward pass
+its network runs once, with its graph, and the result serves both the inverse and the gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ..utils.module_state import modules_in
 from .inversion import InvertibleCall, InvertibleFunction
 from .module import InvertibleModule
 from .reshape import halved
 
 
 class _Coupling(InvertibleModule):
-    """What additive and affine couplings share: everything but the transformation of a stream."""
+    """What additive and affine couplings share: everything but how a stream follows from a network's result."""
 
     reversible = True
+    #: How many numbers a network returns for each one of the stream that it transforms.
+    results_each: ClassVar[int]
 
     def __init__(self, f: nn.Module, g: nn.Module | None = None, *, dim: int = 1) -> None:
         super().__init__()
@@ -35,62 +37,41 @@ class _Coupling(InvertibleModule):
         self.f, self.g = f, g
         self.dim = dim
 
-    def parameters_from(self, result: Tensor) -> Any:
-        """The parameters of the transformation, from a network's result."""
+    def scale_and_shift(self, result: Tensor) -> tuple[Tensor | None, Tensor]:
+        """The transformation of a stream, from a network's result."""
         raise NotImplementedError
 
-    def transform(self, x: Tensor, parameters: Any) -> Tensor:
-        """One stream's output, from what the network made of the other."""
-        raise NotImplementedError
+    def function(self, *inputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self._through(inputs, is_inverse=False)
 
-    def inverse_transform(self, y: Tensor, parameters: Any) -> Tensor:
-        """The stream's input."""
-        raise NotImplementedError
+    def inverse(self, *outputs: Tensor) -> Tensor | tuple[Tensor, ...]:
+        return self._through(outputs, is_inverse=True)
 
-    def result_shape(self, stream: Tensor) -> tuple[int, ...]:
-        """The shape of the network's result that transforms a stream."""
-        raise NotImplementedError
+    def _through(self, values: tuple[Tensor, ...], is_inverse: bool) -> Tensor | tuple[Tensor, ...]:
+        for function in self._calls(len(values), is_inverse):
+            values = function.forward(*values)
+        return values[0] if len(values) == 1 else values
 
-    def function(self, *inputs: Tensor) -> Any:
-        return self._through(self._halves(False), inputs)
+    def _functions(self, count: int) -> list[InvertibleFunction]:
+        return self._calls(count, self.reversed)
 
-    def inverse(self, *outputs: Tensor) -> Any:
-        return self._through(self._halves(True), outputs)
-
-    def _through(self, halves: list[_Half], values: tuple[Tensor, ...]) -> Any:
-        self._check(len(values))
-        streams = self._split(*values) if len(values) == 1 else values
-        for half in halves:
-            streams = half.forward(*streams)
-        return self._join(*streams)[0] if len(values) == 1 else streams
-
-    def _steps(self, count: int) -> Iterator[tuple[str, InvertibleFunction]]:
-        self._check(count)
+    def _calls(self, count: int, is_inverse: bool) -> list[InvertibleFunction]:
         name = type(self).__name__
-        if count == 1:
-            yield "split", InvertibleFunction(name, self._split, self._join)
-        for half in self._halves(self.reversed):
-            modules = [self, *half.network.modules()]
-            function = InvertibleFunction(name, half.forward, half.inverse, modules=modules, recompute=half.recompute)
-            yield ("g" if half.is_second else "f"), function
-        if count == 1:
-            yield "join", InvertibleFunction(name, self._join, self._split)
-
-    def _check(self, count: int) -> None:
         if count not in (1, 2):
-            raise TypeError(f"{type(self).__name__}: takes two tensors, or one that is split, got {count} inputs")
-
-    def _halves(self, is_inverse: bool) -> list[_Half]:
-        halves = [_Half(self, self.f, False, is_inverse)]
+            raise TypeError(f"{name}: takes two tensors, or one that is split, got {count} inputs")
+        halves = [_Half(self, self.f, 0, is_inverse)]
         if self.g is not None:
-            halves.append(_Half(self, self.g, True, is_inverse))
-        return halves[::-1] if is_inverse else halves
-
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return halved(type(self).__name__, x, self.dim)
-
-    def _join(self, *streams: Tensor) -> tuple[Tensor]:
-        return (torch.cat(streams, self.dim),)
+            halves.insert(0 if is_inverse else 1, _Half(self, self.g, 1, is_inverse))
+        calls = [
+            InvertibleFunction(
+                name, half.forward, half.inverse, modules=[self, *modules_in(half.network)], recompute=half.recompute
+            )
+            for half in halves
+        ]
+        if count == 2:
+            return calls
+        split, join = (lambda x: halved(name, x, self.dim)), (lambda *streams: (torch.cat(streams, self.dim),))
+        return [InvertibleFunction(name, split, join), *calls, InvertibleFunction(name, join, split)]
 
     def described(self) -> str:
         return f"dim={self.dim}"
@@ -98,51 +79,52 @@ class _Coupling(InvertibleModule):
 
 @dataclass(frozen=True)
 class _Half:
-    """One stream goes through the network, and the other one is transformed, or transformed back."""
+    """One stream goes through the network, and the other one, which ``place`` says, is transformed, or back."""
 
     coupling: _Coupling
     network: nn.Module
-    #: Whether the second stream is transformed.
-    is_second: bool
+    place: int
     is_inverse: bool
 
-    def forward(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        return self._transformed(first, second, self.is_inverse)
+    def forward(self, *streams: Tensor) -> tuple[Tensor, ...]:
+        return self._transformed(streams, *self._scale_and_shift(streams), self.is_inverse)
 
-    def inverse(self, first: Tensor, second: Tensor) -> tuple[Tensor, Tensor]:
-        return self._transformed(first, second, not self.is_inverse)
+    def inverse(self, *streams: Tensor) -> tuple[Tensor, ...]:
+        return self._transformed(streams, *self._scale_and_shift(streams), not self.is_inverse)
 
     def recompute(self, call: InvertibleCall) -> None:
         """Recompute ``forward``, and the inputs on the way, with one run of the network."""
-        values = list(call.recover_outputs())
-        place = 1 if self.is_second else 0
-        stream = values[place]
-        parameters = self._parameters(call.complete_inputs(tuple(values))[1 - place], stream)
+        outputs = call.recover_outputs()
+        scale, shift = self._scale_and_shift(call.complete_inputs(outputs))
         with torch.no_grad():
-            values[place] = self._transform(stream, parameters, not self.is_inverse)
-        inputs = call.complete_inputs(tuple(values))
+            inputs = call.complete_inputs(self._transformed(outputs, scale, shift, not self.is_inverse))
         call.pass_to_producers(inputs)
-        self._transform(inputs[place], parameters, self.is_inverse)
+        self._transformed(inputs, scale, shift, self.is_inverse)
 
-    def _transformed(self, first: Tensor, second: Tensor, back: bool) -> tuple[Tensor, Tensor]:
-        if self.is_second:
-            return first, self._transform(second, self._parameters(first, second), back)
-        return self._transform(first, self._parameters(second, first), back), second
+    def _transformed(
+        self, streams: tuple[Tensor, ...], scale: Tensor | None, shift: Tensor, back: bool
+    ) -> tuple[Tensor, ...]:
+        x = streams[self.place]
+        if back:
+            y = x - shift if scale is None else (x - shift) / scale
+        else:
+            y = x + shift if scale is None else x * scale + shift
+        return (streams[0], y) if self.place else (y, streams[1])
 
-    def _transform(self, stream: Tensor, parameters: Any, back: bool) -> Tensor:
-        transform = self.coupling.inverse_transform if back else self.coupling.transform
-        return transform(stream, parameters)
-
-    def _parameters(self, through: Tensor, stream: Tensor) -> Any:
-        result = self.network(through)
-        expected = self.coupling.result_shape(stream)
-        if not isinstance(result, Tensor) or tuple(result.shape) != expected:
+    def _scale_and_shift(self, streams: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor]:
+        """From the network's result, whose shape is checked."""
+        coupling, stream = self.coupling, streams[self.place]
+        result = self.network(streams[1 - self.place])
+        expected = list(stream.shape)
+        if coupling.results_each > 1:
+            expected[coupling.dim] *= coupling.results_each
+        if not isinstance(result, Tensor) or list(result.shape) != expected:
             got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(
-                f"{type(self.coupling).__name__}: to transform a stream of shape {tuple(stream.shape)}, "
-                f"{type(self.network).__name__} must return a tensor of shape {expected}, but returned {got}"
+                f"{type(coupling).__name__}: to transform a stream of shape {tuple(stream.shape)}, "
+                f"{type(self.network).__name__} must return a tensor of shape {tuple(expected)}, but returned {got}"
             )
-        return self.coupling.parameters_from(result)
+        return coupling.scale_and_shift(result)
 
 
 class AdditiveCoupling(_Coupling):
@@ -168,17 +150,10 @@ class AdditiveCoupling(_Coupling):
     >>> y1, y2 = block(torch.randn(2, 4), torch.randn(2, 4))
     """
 
-    def parameters_from(self, result: Tensor) -> Tensor:
-        return result
+    results_each = 1
 
-    def transform(self, x: Tensor, parameters: Tensor) -> Tensor:
-        return x + parameters
-
-    def inverse_transform(self, y: Tensor, parameters: Tensor) -> Tensor:
-        return y - parameters
-
-    def result_shape(self, stream: Tensor) -> tuple[int, ...]:
-        return tuple(stream.shape)
+    def scale_and_shift(self, result: Tensor) -> tuple[None, Tensor]:
+        return None, result
 
 
 class AffineCoupling(_Coupling):
@@ -194,18 +169,8 @@ class AffineCoupling(_Coupling):
     Shapes, errors, what is saved: as for ``AdditiveCoupling``.
     """
 
-    def parameters_from(self, result: Tensor) -> tuple[Tensor, Tensor]:
+    results_each = 2
+
+    def scale_and_shift(self, result: Tensor) -> tuple[Tensor, Tensor]:
         scale, shift = result.chunk(2, self.dim)
         return scale.tanh().exp(), shift
-
-    def transform(self, x: Tensor, parameters: tuple[Tensor, Tensor]) -> Tensor:
-        scale, shift = parameters
-        return x * scale + shift
-
-    def inverse_transform(self, y: Tensor, parameters: tuple[Tensor, Tensor]) -> Tensor:
-        scale, shift = parameters
-        return (y - shift) / scale
-
-    def result_shape(self, stream: Tensor) -> tuple[int, ...]:
-        dim = self.dim % stream.dim()
-        return tuple(size * (2 if i == dim else 1) for i, size in enumerate(stream.shape))

@@ -6,11 +6,10 @@ autograd would have saved, the inputs are computed from the outputs, and the fun
 graph is PyTorch's own: hooks, second derivatives, ``inputs=`` and gradients of what a function closes over work as
 ever.
 
-In a chain of calls only the last output is held. A call whose input is the output of another call makes that one
-replace the output by a ``DeferredOutput``: in the backward pass the later call computes it
-(``InvertibleCall.recover_outputs``). No tensor is freed that somebody else holds, be it a variable of the caller, an
-operation that saved it, or a view: it is only not held for the backward pass. So nothing can be read after it was
-freed.
+In a chain of calls only the last output is held. A call whose input is the output of another call, its producer, makes
+that one let go of it: in the backward pass the consumer computes it (``InvertibleCall.recover_outputs``). No tensor is
+freed that somebody else holds, be it a variable of the caller, an operation that saved it, or a view: it is only not
+held for the backward pass. So nothing can be read after it was freed.
 
 Backward costs the inverse and a second forward pass. Computed inputs differ from the inputs by rounding, which adds up
 over a chain, and fast where a function shrinks its input; ``check.py`` measures it.
@@ -18,9 +17,10 @@ over a chain, and fast where a function shrinks its input; ``check.py`` measures
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -74,16 +74,7 @@ class RunState(Snapshot):
         ]
         self._device = max(kinds - {"cpu"}, default="cuda")
         self._devices, self._device_states = get_device_states(*tensors)
-        #: None where the first run drew no numbers.
-        self._cpu_state: Tensor | None = torch.get_rng_state()
-
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Around the first run."""
-        with super().recording():
-            yield
-        if self._cpu_state is not None and torch.equal(torch.get_rng_state(), self._cpu_state):
-            self._cpu_state = None
+        self._cpu_state = torch.get_rng_state()
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -93,8 +84,7 @@ class RunState(Snapshot):
             for autocast in self._autocast:
                 stack.enter_context(torch.autocast(*autocast))
             stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._device))
-            if self._cpu_state is not None:
-                torch.set_rng_state(self._cpu_state)
+            torch.set_rng_state(self._cpu_state)
             set_device_states(self._devices, self._device_states, device_type=self._device)
             yield
 
@@ -109,34 +99,41 @@ class Versioned(NamedTuple):
     def of(cls, value: Any) -> Versioned:
         return cls(value, value._version if isinstance(value, Tensor) else None)
 
-    @property
-    def is_edited(self) -> bool:
-        """Whether it was modified by an in-place operation since."""
-        return self.version is not None and self.value._version != self.version
+    def unedited(self, name: str, advice: str) -> Any:
+        """The value. Raises where it was modified by an in-place operation since."""
+        if self.version is not None and self.value._version != self.version:
+            raise RuntimeError(f"{name} was modified by an in-place operation{advice}")
+        return self.value
+
+
+#: Numbers of calls: a consumer's is larger than its producers'.
+_numbers = itertools.count()
 
 
 class InvertibleCall:
-    """One call. It lives as long as the graph, and holds its outputs, or says which call computes them."""
+    """One call. It lives as long as the graph, and holds its outputs, or says which calls compute them.
 
-    def __init__(self, function: InvertibleFunction, args: tuple[Any, ...], keep: Iterable[Tensor] = ()) -> None:
-        self.function = function
-        self.state = RunState(function, args)
-        kept = {id(tensor) for tensor in keep}
-        #: Inputs that are saved, by their position: those that were asked for, and what is no floating-point tensor.
-        self.saved_inputs = {i: Versioned.of(arg) for i, arg in enumerate(args) if not is_float(arg) or id(arg) in kept}
-        self.requires_grad = [isinstance(arg, Tensor) and arg.requires_grad for arg in args]
+    Attributes:
+        saved_inputs: by position, those that are no floating-point tensors.
+        producers: of inputs that are outputs of other calls, by position: which call, and which of its outputs. The
+            call is held weakly, because it refers to its consumers: a cycle would outlive the graph.
+        held: outputs that the caller sees, by position, but for those that consumers compute.
+        consumers: the calls that compute the others.
+        recovered: outputs that a consumer has computed, until they are read.
+        extra_outputs: those that the caller does not see.
+    """
+
+    def __init__(self, function: InvertibleFunction, args: tuple[Any, ...]) -> None:
+        self.number, self.function, self.state = next(_numbers), function, RunState(function, args)
+        self.saved_inputs = {i: Versioned.of(arg) for i, arg in enumerate(args) if not is_float(arg)}
+        self.requires_grad = [_requires_grad(arg) for arg in args]
         self.dtypes = [arg.dtype if isinstance(arg, Tensor) else None for arg in args]
-        #: Of inputs that are outputs of other calls, by their position: which ones.
-        self.producers = {
-            i: producer
-            for i, arg in enumerate(args)
-            if i not in self.saved_inputs and (producer := _producer_of(arg)) is not None
-        }
-        self.outputs: list[Versioned | DeferredOutput] = []
-        #: Those that the caller does not see.
+        found = {i: _producer_of(arg) for i, arg in enumerate(args) if is_float(arg)}
+        self.producers = {i: producer for i, producer in found.items() if producer is not None}
+        self.held: dict[int, Versioned] = {}
+        self.consumers: dict[int, InvertibleCall] = {}
+        self.recovered: dict[int, Tensor] = {}
         self.extra_outputs: tuple[Any, ...] = ()
-        #: Deferred outputs that the consumers have computed already.
-        self._recovered: dict[int, Tensor] = {}
         self._args: tuple[Any, ...] | None = args
 
     def run(self) -> tuple[Any, ...]:
@@ -148,23 +145,23 @@ class InvertibleCall:
         )  # fmt: skip
         self._args = None
         visible = results[: self.function.num_outputs]
-        if not any(_requires_grad(result) for result in results):
+        if not any(map(_requires_grad, results)):
             return visible
-        self.outputs = [Versioned.of(_detached(result)) for result in visible]
+        self.held.update({i: Versioned.of(_detached(result)) for i, result in enumerate(visible)})
         self.extra_outputs = tuple(map(_detached, results[len(visible) :]))
         positions = [i for i, result in enumerate(visible) if _requires_grad(result)]
         marked = InvertibleOutput.apply(self, positions, *(visible[i] for i in positions))
-        for producer in self.producers.values():
-            if (call := producer.call()) is not None:
-                call.outputs[producer.position] = DeferredOutput(self)
+        for reference, position in self.producers.values():
+            if (producer := reference()) is not None:
+                producer.held.pop(position, None)
+                producer.consumers[position] = self
         passed = dict(zip(positions, marked, strict=True))
         return tuple(passed.get(i, result) for i, result in enumerate(visible))
 
     def _run_or_recompute(self) -> tuple[Any, ...] | None:
-        if self._args is not None:
-            with in_mode("dry"):
+        with in_mode(None):
+            if self._args is not None:
                 return self.function.forward(*self._args)
-        with in_mode("backward"):
             if self.function.recompute is not None:
                 self.function.recompute(self)
                 return None
@@ -173,41 +170,29 @@ class InvertibleCall:
             return self.function.forward(*inputs)
 
     def recover_outputs(self) -> tuple[Any, ...]:
-        """All outputs. Those that are deferred are computed, and not held afterwards."""
+        """All outputs. Those that consumers compute are not held afterwards."""
         for consumer in self._pending_consumers():
             consumer.pass_to_producers(consumer.recover_inputs())
-        recovered, self._recovered = self._recovered, {}
-        values = []
-        for position, output in enumerate(self.outputs):
-            if isinstance(output, DeferredOutput):
-                values.append(recovered[position])
-            elif output.is_edited:
-                raise RuntimeError(
-                    f"{self.function.name}: output {position} was modified by an in-place operation, and its inputs "
-                    "are to be computed from it. Modify a clone instead, or set checkpoint=False, which leaves "
-                    "the module to autograd"
-                )
-            else:
-                values.append(output.value)
-        return (*values, *self.extra_outputs)
+        values: dict[int, Any] = self.recovered
+        self.recovered = {}
+        advice = (
+            ", and its inputs are to be computed from it. Modify a clone instead, or set checkpoint=False, which "
+            "leaves the module to autograd"
+        )
+        for position, output in self.held.items():
+            values[position] = output.unedited(f"{self.function.name}: output {position}", advice)
+        return (*(values[position] for position in sorted(values)), *self.extra_outputs)
 
     def _pending_consumers(self) -> list[InvertibleCall]:
-        """The calls that compute the deferred outputs which are not recovered yet, and those that compute theirs; each
-        after those that it depends on. (A list, because a recursion would be as deep as the chain, deeper than Python's
-        stack.)"""
-        found: dict[InvertibleCall, None] = {}
-        pending: list[tuple[InvertibleCall, bool]] = [(self, False)]
+        """The calls that compute outputs which are not recovered yet, and those that compute theirs, the last one
+        first. (No recursion, which would be as deep as the chain, deeper than Python's stack.)"""
+        found, pending = set[InvertibleCall](), [self]
         while pending:
-            call, is_expanded = pending.pop()
-            if is_expanded:
-                found[call] = None
-            elif call not in found:
-                pending.append((call, True))
-                for position, output in enumerate(call.outputs):
-                    if isinstance(output, DeferredOutput) and position not in call._recovered:
-                        pending.append((output.consumer, False))
-        del found[self]
-        return list(found)
+            call = pending.pop()
+            missing = {consumer for i, consumer in call.consumers.items() if i not in call.recovered} - found
+            found |= missing
+            pending += missing
+        return sorted(found, key=lambda call: call.number, reverse=True)
 
     def recover_inputs(self) -> tuple[Any, ...]:
         """The inputs, without a graph, computed from the outputs."""
@@ -226,53 +211,28 @@ class InvertibleCall:
                 "all, in order, but for the last ones if these are no floating-point tensors"
             )
         return tuple(
-            self._saved_input(i)
+            self.saved_inputs[i].unedited(f"{self.function.name}: input {i}, which is saved,", "; modify a clone")
             if i in self.saved_inputs
             else computed[i].detach().to(self.dtypes[i]).requires_grad_(self.requires_grad[i])
             for i in range(count)
         )
 
-    def _saved_input(self, position: int) -> Any:
-        saved = self.saved_inputs[position]
-        if saved.is_edited:
-            raise RuntimeError(
-                f"{self.function.name}: input {position}, which is saved, was modified by an in-place operation; "
-                "modify a clone"
-            )
-        return saved.value
-
     def pass_to_producers(self, inputs: tuple[Any, ...]) -> None:
         """Give inputs to the calls whose outputs they are, which come next in the backward pass."""
-        for i, producer in self.producers.items():
-            call = producer.call()
-            if call is not None:
-                call._recovered[producer.position] = inputs[i].detach()
-
-
-@dataclass(frozen=True)
-class DeferredOutput:
-    """An output that is not held: it is an input of ``consumer``, whose inverse computes it in the backward pass."""
-
-    consumer: InvertibleCall
-
-
-class _Producer(NamedTuple):
-    """The call that returned a tensor, and the tensor's position among its outputs."""
-
-    #: Weak, because the producer refers to its consumer: a cycle would outlive the graph.
-    call: weakref.ref[InvertibleCall]
-    position: int
+        for i, (reference, position) in self.producers.items():
+            if (producer := reference()) is not None:
+                producer.recovered[position] = inputs[i].detach()
 
 
 class InvertibleOutput(Function):
-    """Returns outputs as they are. The node holds the call, and so the outputs until they are deferred."""
+    """Returns outputs as they are. The node holds the call, and so the outputs until consumers compute them."""
 
     @staticmethod
     def forward(ctx: Any, call: InvertibleCall, positions: list[int], *outputs: Tensor) -> Any:
         ctx.set_materialize_grads(False)
         ctx.call, ctx.positions = call, positions
-        # Attributes, so that saved memory can be counted. The first is the call's own list, which changes with it.
-        ctx.outputs = call.outputs
+        # Attributes, so that saved memory can be counted. The first is the call's own dict, which changes with it.
+        ctx.held = call.held
         ctx.others = [*call.extra_outputs, *(saved.value for saved in call.saved_inputs.values())]
         return outputs
 
@@ -281,16 +241,15 @@ class InvertibleOutput(Function):
         return None, None, *grads
 
 
-def _producer_of(arg: Tensor) -> _Producer | None:
-    """The call that returned it, if the output is still held there, and unmodified."""
+def _producer_of(arg: Tensor) -> tuple[weakref.ref[InvertibleCall], int] | None:
+    """The call that returned a tensor, and which output it is, if the output is still held there, and unmodified."""
     node: Any = arg.grad_fn
     call = getattr(node, "call", None)
     if not isinstance(call, InvertibleCall):
         return None
     position = node.positions[arg.output_nr]
-    output = call.outputs[position]
-    is_held = isinstance(output, Versioned) and output.version == arg._version
-    return _Producer(weakref.ref(call), position) if is_held else None
+    output = call.held.get(position)
+    return (weakref.ref(call), position) if output is not None and output.version == arg._version else None
 
 
 def is_float(arg: Any) -> bool:
@@ -310,12 +269,12 @@ def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# --- what a function can ask for --------------------------------------------------------------------------------------
+# --- modes ------------------------------------------------------------------------------------------------------------
 
 
-#: "dry": the first run; "backward": a recomputation or an inverse; "plain": all is left to autograd; "chain": modules
-#: of a chain run, which hold one output instead of all where they are recomputed too.
-Mode = Literal["dry", "backward", "plain", "chain"]
+#: "plain": all is left to autograd; "chain": modules of a chain run, which hold one output instead of all where they
+#: are recomputed too. A call runs its function in neither.
+Mode = Literal["plain", "chain"]
 
 
 class _State(threading.local):
@@ -326,7 +285,7 @@ _state = _State()
 
 
 @contextmanager
-def in_mode(mode: Mode) -> Iterator[None]:
+def in_mode(mode: Mode | None) -> Iterator[None]:
     """What runs inside runs in this mode, on this thread."""
     before, _state.mode = _state.mode, mode
     try:
@@ -338,25 +297,3 @@ def in_mode(mode: Mode) -> Iterator[None]:
 def current_mode() -> Mode | None:
     """Of this thread."""
     return _state.mode
-
-
-def in_dry_mode() -> bool:
-    """Whether a function runs for its outputs, and what it saves is dropped: the first run, before a backward pass."""
-    return _state.mode == "dry"
-
-
-def in_backward_mode() -> bool:
-    """Whether a function is recomputed for its backward pass, or its inverse runs."""
-    return _state.mode == "backward"
-
-
-@contextmanager
-def dry_mode() -> Iterator[None]:
-    """Run functions for their outputs. Gradients are on, so that outputs have the right ``requires_grad``, but nothing
-    is saved, and a backward pass raises."""
-
-    def refuse(_: None) -> Tensor:
-        raise RuntimeError("dry_mode: nothing was saved for the backward pass; run the function outside of dry_mode")
-
-    with saved_tensors_hooks(lambda tensor: None, refuse), torch.enable_grad(), in_mode("dry"):
-        yield

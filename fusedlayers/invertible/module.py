@@ -1,14 +1,13 @@
 """Modules that state their inverse, and need not save their inputs (Gomez et al. 2017, "The Reversible Residual
 Network").
 
-``call.py`` has the mechanism and says what it costs; here are the class that users derive from, its flags, and the
+``inversion.py`` has the mechanism and says what it costs; here are the class that users derive from, its flags, and the
 function of the same effect.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from .._torch import disable_dynamo, tree_leaves
 from ..ops.saved_buffers import is_under_checkpoint
 from ..recompute.recompute import can_recompute, reached_by, runs_differently_first
+from ..utils.module_state import modules_in
 from .check import CheckReport, checked
 from .inversion import InvertibleCall, InvertibleFunction, current_mode
 
@@ -29,15 +29,15 @@ class InvertibleModule(nn.Module):
     tensor or a tuple; ``inverse`` takes what ``function`` returns, and returns what it takes. Where modules follow one
     another, only the last one's output is held until the backward pass.
 
-    Inputs are not destroyed: whoever holds one can read it. ``module(x, keep=[x])`` saves inputs for the backward pass,
-    which then need not compute them. What is no floating-point tensor is always saved. An output must not be edited in
-    place: the backward pass would compute the inputs from it, and raises instead.
+    Inputs are not destroyed: whoever holds one can read it. What is no floating-point tensor is always saved. An output
+    must not be edited in place: the backward pass would compute the inputs from it, and raises instead.
 
     Outputs that ``inverse`` needs, and the caller does not, come last: ``num_outputs`` says how many of them the caller
     sees (None: all; a negative number: all but so many).
 
     Attributes:
-        checkpoint: whether inputs are computed from the outputs; else ``function`` runs as any PyTorch code.
+        checkpoint: whether inputs are computed from the outputs; else ``function`` runs as any PyTorch code. Its saved
+            input ends the rounding errors that add up from later modules: a cheap layer of a deep chain does.
         reversed: whether ``forward`` calls ``inverse``, as ``reverse`` sets it; only modules that are ``reversible``
             can be.
 
@@ -72,30 +72,31 @@ class InvertibleModule(nn.Module):
         """The inputs, from the outputs."""
         raise NotImplementedError(f"{type(self).__name__} must define inverse")
 
-    def forward(self, *inputs: Any, keep: Iterable[Tensor] = ()) -> Any:
-        kept = (keep,) if isinstance(keep, Tensor) else tuple(keep)
-        if not all(any(tensor is value for value in inputs) for tensor in kept):
-            raise ValueError(f"{type(self).__name__}: keep must be some of the inputs")
+    def forward(self, *inputs: Any) -> Any:
         if self.checkpoint and can_checkpoint() and self._can_invert(inputs):
-            return self._run_inverted(inputs, kept)
+            return self._run_inverted(inputs)
         return self._run_plain(*inputs)
 
     def _can_invert(self, inputs: tuple[Any, ...]) -> bool:
         """Whether these inputs can be computed from their outputs; else autograd saves what it needs."""
         return True
 
-    def _run_inverted(self, inputs: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
-        return run_inverted((step for _, step in self._steps(len(inputs))), inputs, keep)
+    def _run_inverted(self, inputs: tuple[Any, ...]) -> Any:
+        return run_inverted(self._functions(len(inputs)), inputs)
 
     def _run_plain(self, *inputs: Any) -> Any:
         """The outputs that the caller sees, left to autograd."""
         return single_or_tuple(as_tuple(self.call_function(*inputs))[: None if self.reversed else self.num_outputs])
 
-    def _steps(self, count: int) -> Iterator[tuple[str, InvertibleFunction]]:
-        """The functions, with names, that a call with ``count`` inputs consists of, in order."""
+    def _functions(self, count: int) -> Iterable[InvertibleFunction]:
+        """The functions that a call with ``count`` inputs consists of, in order."""
+        return [self._as_function()]
+
+    def _as_function(self) -> InvertibleFunction:
+        """The module as it is called, as one function."""
         num_outputs = None if self.reversed else self.num_outputs
-        function = function_of(type(self).__name__, self.call_function, self.call_inverse, num_outputs)
-        yield "", replace(function, modules=[*self.modules()])
+        calls = self.call_function, self.call_inverse
+        return function_of(type(self).__name__, *calls, num_outputs, modules=modules_in(self))
 
     def _leaf_modules(self) -> Iterator[tuple[str, InvertibleModule]]:
         """The modules that run one after the other, with names: this one, or, in a container, those inside."""
@@ -148,11 +149,7 @@ class InvertibleModule(nn.Module):
 
 
 def invertible_checkpoint(
-    function: Callable[..., Any],
-    *args: Any,
-    inverse: Callable[..., Any],
-    num_outputs: int | None = None,
-    keep: Iterable[Tensor] = (),
+    function: Callable[..., Any], *args: Any, inverse: Callable[..., Any], num_outputs: int | None = None
 ) -> Any:
     """``function(*args)``, whose backward pass computes the arguments by ``inverse`` from what it returned.
 
@@ -161,10 +158,9 @@ def invertible_checkpoint(
         args: its arguments; those that are no floating-point tensors are saved.
         inverse: from what ``function`` returns to ``args``.
         num_outputs: how many outputs the caller sees; the rest is for ``inverse``. None: all.
-        keep: of the arguments, those to be saved for the backward pass.
 
     Saved for the backward pass: the outputs, unless they go into another call like this one, which computes them then;
-    what ``keep`` names; no parameters.
+    no parameters.
 
     Source: Gomez et al. 2017, "The Reversible Residual Network".
 
@@ -177,18 +173,16 @@ def invertible_checkpoint(
     others = [leaf for leaf in tree_leaves(args) if not isinstance(leaf, Tensor)]
     modules, tensors = reached_by([function, inverse, *others])
     name = f"invertible_checkpoint of {getattr(function, '__qualname__', type(function).__name__)}"
-    step = function_of(name, function, inverse, num_outputs)
-    step = replace(step, modules=modules, tensors=tensors, runs_all=False)
-    return run_inverted([step], args, tuple(keep))
+    step = function_of(name, function, inverse, num_outputs, modules=modules, tensors=tensors, runs_all=False)
+    return run_inverted([step], args)
 
 
 def function_of(
-    name: str, function: Callable[..., Any], inverse: Callable[..., Any], num_outputs: int | None
+    name: str, function: Callable[..., Any], inverse: Callable[..., Any], num_outputs: int | None, **options: Any
 ) -> InvertibleFunction:
     """Of a function and an inverse that may return single values."""
-    return InvertibleFunction(
-        name, lambda *values: as_tuple(function(*values)), lambda *values: as_tuple(inverse(*values)), num_outputs
-    )
+    calls = (lambda *values: as_tuple(function(*values))), (lambda *values: as_tuple(inverse(*values)))
+    return InvertibleFunction(name, *calls, num_outputs, **options)
 
 
 def as_tuple(values: Any) -> tuple[Any, ...]:
@@ -202,14 +196,14 @@ def single_or_tuple(values: tuple[Any, ...]) -> Any:
 
 
 @disable_dynamo  # which cannot follow a backward pass that computes inputs
-def run_inverted(steps: Iterable[InvertibleFunction], values: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
+def run_inverted(functions: Iterable[InvertibleFunction], values: tuple[Any, ...]) -> Any:
     """Call functions one after the other, each by a node that computes its inputs from its outputs."""
-    for step in steps:
+    for function in functions:
         # Of lazy modules the recomputation would draw the numbers that initialize parameters.
-        if runs_differently_first(step.modules):
-            values = step.forward(*values)[: step.num_outputs]
+        if runs_differently_first(function.modules):
+            values = function.forward(*values)[: function.num_outputs]
         else:
-            values = InvertibleCall(step, values, keep).run()
+            values = InvertibleCall(function, values).run()
     return single_or_tuple(values)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..validation import is_whole
 from .module import InvertibleModule
@@ -25,7 +25,7 @@ class InvertibleIdentity(InvertibleModule):
         return self.function(*outputs)
 
 
-class InvertibleFlatten(InvertibleModule):
+class InvertibleFlatten(InvertibleModule, nn.Flatten):
     """``nn.Flatten``: dimensions from ``start_dim`` to ``end_dim`` become one.
 
     Args:
@@ -36,8 +36,7 @@ class InvertibleFlatten(InvertibleModule):
     num_outputs = 1
 
     def __init__(self, start_dim: int = 1, end_dim: int = -1, *, unflattened: Sequence[int] | None = None) -> None:
-        super().__init__()
-        self.start_dim, self.end_dim = start_dim, end_dim
+        super().__init__(start_dim, end_dim)
         self.unflattened = None if unflattened is None else tuple(unflattened)
 
     @property
@@ -56,28 +55,18 @@ class InvertibleFlatten(InvertibleModule):
         x: Tensor = y.unflatten(self.start_dim % dims, self.unflattened)
         return x
 
-    def described(self) -> str:
-        return f"start_dim={self.start_dim}, end_dim={self.end_dim}"
 
-
-class InvertiblePixelShuffle(InvertibleModule):
+class InvertiblePixelShuffle(InvertibleModule, nn.PixelShuffle):
     """``nn.PixelShuffle``: (..., C r^2, H, W) -> (..., C, H r, W r). Reversed it is ``nn.PixelUnshuffle``, which puts
     pixels into channels: it goes before blocks of a lower resolution."""
 
     reversible = True
-
-    def __init__(self, upscale_factor: int) -> None:
-        super().__init__()
-        self.upscale_factor = upscale_factor
 
     def function(self, x: Tensor) -> Tensor:
         return F.pixel_shuffle(x, self.upscale_factor)
 
     def inverse(self, y: Tensor) -> Tensor:
         return F.pixel_unshuffle(y, self.upscale_factor)
-
-    def described(self) -> str:
-        return f"upscale_factor={self.upscale_factor}"
 
 
 class InvertiblePad(InvertibleModule):
@@ -88,18 +77,16 @@ class InvertiblePad(InvertibleModule):
         mode, value: as for ``F.pad``.
 
     Raises:
-        TypeError: ``pad`` is no sequence of whole numbers.
-        ValueError: a negative size, which would lose values; an odd number of sizes.
+        ValueError: ``pad`` is no pairs of whole numbers, or one is negative, which would lose values.
     """
 
     def __init__(self, pad: Sequence[int], mode: str = "constant", value: float = 0.0) -> None:
         super().__init__()
-        if not isinstance(pad, Sequence) or not all(map(is_whole, pad)):
-            raise TypeError(
-                f"InvertiblePad: pad must be pairs of sizes, such as (1, 1) for the last dimension, got {pad!r}"
+        if not isinstance(pad, Sequence) or len(pad) % 2 or not all(is_whole(size) and size >= 0 for size in pad):
+            raise ValueError(
+                "InvertiblePad: pad must be pairs of sizes, none of them negative, such as (1, 1) for the last "
+                f"dimension, got {pad!r}"
             )
-        if len(pad) % 2 or any(size < 0 for size in pad):
-            raise ValueError(f"InvertiblePad: pad must be pairs of sizes, none of them negative, got {tuple(pad)}")
         self.pad, self.mode, self.value = tuple(pad), mode, value
 
     def function(self, x: Tensor) -> Tensor:

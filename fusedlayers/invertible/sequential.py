@@ -1,8 +1,8 @@
 """A chain of invertible modules, which holds one output however deep it is (Gomez et al. 2017, "The Reversible Residual
 Network").
 
-The modules are called one by one, with their hooks; ``call.py`` replaces each output that the next module's inverse can
-compute. Rounding errors add up from the last module to the first (``check.py``).
+The modules are called one by one, with their hooks; each lets go of an output that the next one's inverse can
+compute (``inversion.py``). Rounding errors add up from the last module to the first (``check.py``).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Self
 
-from torch import Tensor, nn
+from torch import nn
 
 from .inversion import current_mode, in_mode
 from .module import InvertibleModule, as_tuple, single_or_tuple
@@ -57,24 +57,20 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
     def _in_order(self) -> list[InvertibleModule]:
         return self._chain()[::-1] if self.reversed else self._chain()
 
-    def forward(self, *inputs: Any, **options: Any) -> Any:
-        if current_mode() == "plain":
-            return super().forward(*inputs, **options)
+    def forward(self, *inputs: Any) -> Any:
         # In a checkpoint a single module saves more than it frees; a chain holds one output instead of all.
-        with in_mode("chain"):
-            return super().forward(*inputs, **options)
+        with in_mode(current_mode() or "chain"):
+            return super().forward(*inputs)
 
-    def _run_inverted(self, inputs: tuple[Any, ...], keep: tuple[Tensor, ...]) -> Any:
+    def _run_inverted(self, inputs: tuple[Any, ...]) -> Any:
         # The modules, and not their functions, for there may be hooks on them: a user's, or those of FSDP.
-        values: Any = inputs
         for module in self._in_order():
-            values = module(*as_tuple(values), keep=keep)
-            keep = ()
-        return single_or_tuple(as_tuple(values))
+            inputs = as_tuple(module(*inputs))
+        return single_or_tuple(inputs)
 
     def _run_plain(self, *inputs: Any) -> Any:
         with in_mode("plain"):
-            return self._run_inverted(inputs, ())
+            return self._run_inverted(inputs)
 
     def function(self, *inputs: Any) -> Any:
         return self._run_backwards(inputs) if self.reversed else self._run_plain(*inputs)
@@ -102,11 +98,10 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
         return self
 
     def _leaf_modules(self) -> Iterator[tuple[str, InvertibleModule]]:
-        names = {id(module): name for name, module in self._modules.items()}
+        names = {module: name for name, module in self._modules.items()}
         for module in self._in_order():
-            own = names[id(module)]
             for name, part in module._leaf_modules():
-                yield (f"{own}.{name}" if name else own), part
+                yield f"{names[module]}.{name}".rstrip("."), part
 
 
 def _invertible(container: nn.Module, name: str, module: nn.Module | None) -> InvertibleModule:

@@ -1,19 +1,27 @@
-"""The blocks of a model: repeated modules, each of which is saved once or recomputed.
+"""The blocks of a model: repeated modules, each of which is saved once or recomputed, and plans of which are saved.
 
 Blocks are the children of ``nn.Sequential``, ``nn.ModuleList`` and ``nn.ModuleDict`` that have children themselves.
 Where such lists are nested the inner ones count, if they compute most of the outer block's results: a stage of Swin is
 looked at layer by layer, but a mixture of experts as a whole.
+
+Where all blocks are recomputed a model takes least. A block that is saved once takes more bytes, and its forward pass
+runs once less. Blocks are saved in the order of milliseconds per byte, as long as the budget holds: greedy, and so at
+most one block from the best. Of alike blocks the last ones are saved: at the peak, where backward begins, a recomputed
+last block holds as much as a saved one, and early ones are recomputed when the others are freed.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Collection
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
+from statistics import median
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +30,8 @@ from .._torch import tree_leaves
 from ..recipes.fuse import fuse
 from ..recipes.patch import patch_of
 from ..reports.step import Step
+from ..reports.step import now
+from .budget import Measurement, Of, Training, everyone
 
 #: Inner blocks take the place of an outer one if they compute this part of its results: 92 to 94 % in a stage of
 #: ConvNeXt or Swin, 78 % in a bottleneck of a ResNet, whose convolutions are in a list.
@@ -29,6 +39,8 @@ INNER_PART = 0.9
 #: Arguments that a call cannot change, so that a recomputation finds the same.
 PLAIN = (Tensor, NoneType, bool, int, float, complex, str, bytes, Enum, slice, torch.dtype, torch.device, torch.Size)
 LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+#: Predicted bytes are corrected by those that were measured, so often.
+TRIES = 5
 
 
 @dataclass(eq=False)
@@ -125,3 +137,82 @@ class Blocks(list[Block]):
 def _kind_of(module: nn.Module, calls: int, size: int) -> str:
     tensors = [(name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in module.named_parameters()]
     return repr(([(name, type(m), m.training) for name, m in module.named_modules()], tensors, calls, size))
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+class Cost(NamedTuple):
+    """How many more bytes are saved where a block is not recomputed, and the time of its recomputation."""
+
+    bytes: int
+    time_ms: float
+
+
+class Plan(NamedTuple):
+    """The blocks that are saved once, and what that takes, as predicted."""
+
+    saved: frozenset[Block]
+    found: Measurement
+
+
+class Plans:
+    """All plans for blocks with these costs, in the order of their calls. ``least``: the one that recomputes all."""
+
+    def __init__(self, costs: Mapping[Block, Cost], least: Measurement, of: Of) -> None:
+        self._costs, self.least, self._of = costs, least, of
+        per_byte = {block: ms / size if size > 0 else math.inf for block, (size, ms) in costs.items()}
+        self._order = sorted(costs, key=lambda block: per_byte[block])[::-1]  # the last of alike blocks first
+
+    def _plan(self, saved: Collection[Block]) -> Plan:
+        """The bytes that blocks add. At the peak the backward pass of one holds all of its own, and those of blocks
+        before it that are saved once."""
+        total = most = most_of_one = 0
+        for block, cost in self._costs.items():
+            most, most_of_one = max(most, total + cost.bytes), max(most_of_one, cost.bytes)
+            total += cost.bytes if block in saved else 0
+        more = total if self._of == "saved" else most - most_of_one
+        faster_ms = sum(self._costs[block].time_ms for block in saved)
+        return Plan(frozenset(saved), Measurement(self.least.bytes + more, self.least.time_ms - faster_ms))
+
+    def best(self, budget: int) -> Plan:
+        """The fastest within a budget; the smallest where none is within it."""
+        plan = self._plan(())
+        for block in self._order:
+            more = self._plan({*plan.saved, block})
+            plan = more if more.found.bytes <= budget else plan
+        return plan
+
+    def within(self, budget: int, bytes_with: Callable[[Collection[Block]], int]) -> tuple[Plan, int]:
+        """The fastest of the plans tried whose bytes, as measured, keep to a budget, which the smallest does."""
+        tried = {self._plan(()): self.least.bytes}
+        allowed = budget
+        for _ in range(TRIES):
+            plan = self.best(allowed)
+            if plan not in tried:
+                tried[plan] = bytes_with(plan.saved)
+            allowed = budget - (tried[plan] - plan.found.bytes)
+        plan = min((plan for plan, size in tried.items() if size <= budget), key=lambda plan: plan.found.time_ms)
+        return plan, tried[plan]
+
+
+def measured(blocks: Blocks, training: Training, least: int, recompute_all: Callable[[], None]) -> Plans:
+    """The plans, by a few steps that recompute all blocks, and by the bytes of one block of each kind saved once."""
+    calls_ms: dict[int, list[float]] = defaultdict(list)
+    began: list[float] = []
+
+    def leave(block: Block, *_: object) -> None:
+        calls_ms[block.kind].append(1e3 * (now() - began.pop()))
+
+    with ExitStack() as stack:
+        for block in blocks:
+            stack.callback(block.module.register_forward_pre_hook(lambda *_: began.append(now())).remove)
+            stack.callback(block.module.register_forward_hook(partial(leave, block)).remove)
+        (least_ms,) = training.together(lambda: training.times_ms([recompute_all]))[0]
+    saved: dict[int | None, int] = {}
+    of_kind: dict[int | None, list[Block]] = {None: [], **{block.kind: [block] for block in blocks}}
+    for kind, kept in of_kind.items():
+        blocks.save(kept)
+        saved[kind] = max(training.together(training.saved))
+    costs = [Cost(saved[b.kind] - saved[None], b.calls * median(calls_ms[b.kind])) for b in blocks]
+    return Plans(dict(zip(blocks, everyone(costs)[0], strict=True)), Measurement(least, least_ms), training.of)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,22 +14,72 @@ from torch import Tensor, nn
 from ..recipes.fuse import unfuse
 from ..recipes.patch import patch_of
 from ..reports.step import Step, telling
-from ..utils.example import arguments_from, check_flag, check_uncompiled, eagerly, evaluation_notes
-from ..utils.formatting import path_text
+from ..utils.example import arguments_from, check_flag, check_uncompiled, eagerly
+from ..utils.formatting import budget_text, counted_lines, path_text, size_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked, within
+from ..utils.report import Report
 from ..utils.storages import tensors_in
-from .blocks import Block, Blocks
-from .budget import Budget, check_arguments, unmet
-from .fit_report import FitReport
-from .plans import measured
-from .steps import Measurement, Of, Training, everyone, together
+from .blocks import Block, Blocks, measured
+from .budget import COUNTED, Measurement, Of, Training, everyone
 
 #: How far gradients may differ, of their norm: layers carry a rounding error far, and other random numbers farther.
 ALIKE = 0.1
 NO_BLOCKS = (
-    "no blocks were found (children of a Sequential, ModuleList or ModuleDict that have children, and are called)"
+    "no blocks were found: children of a Sequential, ModuleList or ModuleDict that have children, and are called; put "
+    "the repeated parts of the model into an nn.ModuleList, or call a part by fl.sublinear(part, x)"
 )
+
+
+@dataclass(frozen=True)
+class FitReport(Report):
+    """What ``fit`` returns. ``str()`` is a table.
+
+    Attributes:
+        name: of the model's class.
+        of: what counts: "saved" or "peak".
+        budget_bytes: what there may be.
+        recomputed: paths of the blocks that are recomputed.
+        saved_once: those of the others.
+        eager: the model as it was; None where that does not fit the memory.
+        predicted, measured: the chosen plan.
+        smallest: the plan that recomputes all blocks.
+        skipped: by reason, blocks that cannot be recomputed.
+        notes: what to know of the report itself.
+    """
+
+    name: str
+    of: Of
+    budget_bytes: int
+    recomputed: tuple[str, ...]
+    saved_once: tuple[str, ...]
+    eager: Measurement | None
+    predicted: Measurement
+    measured: Measurement
+    smallest: Measurement
+    skipped: dict[str, tuple[str, ...]]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        rows = [("blocks", "way to train", "modules")]
+        for way, paths in (("recomputed", self.recomputed), ("saved once", self.saved_once)):
+            rows += [(str(len(paths)), way, path_text(paths))] if paths else []
+        rows += [(str(len(paths)), "saved once", f"{path_text(paths)}: {why}") for why, paths in self.skipped.items()]
+        rows += [("", "saved once", "the rest of the model")]
+        found = {
+            "eager PyTorch": self.eager,
+            "this plan, predicted": self.predicted,
+            "this plan, measured": self.measured,
+            "the smallest plan": self.smallest,
+        }
+        known = {name: each for name, each in found.items() if each is not None}
+        width = max(map(len, known))
+        title = f"{self.name}: at most {budget_text(self.budget_bytes)} {COUNTED[self.of]}"
+        lines = [title, "", *counted_lines(rows), ""]
+        for name, each in known.items():
+            lines.append(f"{name:<{width}}  {size_text(each.bytes):>9}{each.time_ms:>10.4g} ms a step")
+        lines.append("(predicted: by forward passes of blocks. Times of the same plan vary from run to run.)")
+        return "\n".join([*lines, *(f"\n{note}" for note in self.notes)])
 
 
 def fit(
@@ -71,9 +122,9 @@ def fit(
 
     Raises:
         TypeError: ``model`` is no module; ``loss``, ``progress`` or ``plan_only`` is of the wrong type.
-        ValueError: both or neither of the budgets, or one that makes no sense, or that no plan meets; inputs that the
-            model does not run on; nothing that needs a gradient; gradients that a recomputation changes; ``fraction``
-            of a model that does not fit the memory as it is.
+        ValueError: both or neither of the budgets, or one that makes no sense, or that no plan meets; a model in
+            evaluation; inputs that it does not run on; nothing that needs a gradient; gradients that a recomputation
+            changes; ``fraction`` of a model that does not fit the memory as it is.
         torch.OutOfMemoryError: not even recomputing all blocks fits. Wherever it raises, the model is as it was.
 
     Saved for the backward pass: what the report says.
@@ -86,26 +137,24 @@ def fit(
     >>> report.measured.bytes <= report.budget_bytes
     True
     """
-    step = Step(model, *arguments_from(inputs), loss, function="fit")
+    training = Training(Step(model, *arguments_from(inputs), loss, function="fit"), of, memory_budget_bytes, fraction)
     check_flag("fit", "plan_only", plan_only)
-    on_stage = asked("fit", progress)
-    budget = check_arguments(step, memory_budget_bytes, fraction, of)
     check_uncompiled("fit", model)
+    step, leaves, report = training.step, list[Tensor](), None
     before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
+    on_stage = asked("fit", progress)
     for patch in before:
         patch.remove()
-    report, leaves = None, list[Tensor]()
     try:
-        inputs = tensors_in((step.args, step.kwargs))
-        with unchanged([*model.modules()], inputs) as reset_random, eagerly():
+        with unchanged([*model.modules()], tensors_in((step.args, step.kwargs))), eagerly():
             on_stage("finding blocks", 0.0)
             blocks = Blocks(model, exact=bool(before) and all(patch.exact for patch in before))
-            with step.readable():
-                together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
+            with training.step.readable():
+                training.together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
             if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:
                 raise ValueError("fit: the processes have different models; call it before the model is split")
             with isolated_gradients(leaves):
-                report = _choose(blocks, Training(step, of, reset_random), budget, on_stage)
+                report = _choose(blocks, training, on_stage)
     finally:
         if report is None or plan_only:
             unfuse(model)
@@ -117,11 +166,8 @@ def fit(
     return report
 
 
-def _choose(blocks: Blocks, training: Training, budget: Budget, on_stage: OnStage) -> FitReport:
+def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
     """Measure the model and its blocks, and choose those that are saved once."""
-    notes = evaluation_notes(blocks.model)
-    if not blocks:
-        notes.append(f"Nothing is recomputed: {NO_BLOCKS}.")
     on_stage("measuring the model", 0.02)
     gradients: list[Tensor | None] = []
 
@@ -133,38 +179,36 @@ def _choose(blocks: Blocks, training: Training, budget: Budget, on_stage: OnStag
         except torch.OutOfMemoryError:
             return None
 
-    with training.step.readable():
-        sizes = together(as_it_was)
-    eager_bytes = None if None in sizes else max(size or 0 for size in sizes)
-    if eager_bytes is None:
-        notes.append("The model as it was ran out of memory, so that gradients were not compared with its own.")
-        if budget.bytes is None:
-            raise ValueError(f"fit: {budget.text} of more memory than there is; pass memory_budget_bytes")
-    allowed = budget.allowed(eager_bytes or 0)
-
     def bytes_with(saved: Collection[Block]) -> int:
         blocks.save(saved)
-        return max(together(training.bytes))
+        return max(training.together(training.bytes))
 
+    with training.step.readable():
+        sizes = training.together(as_it_was)
+    eager_bytes = None if None in sizes else max(size or 0 for size in sizes)
+    allowed = training.allowed(eager_bytes)
     with training.step.readable("with its blocks recomputed"):
         least = bytes_with(())
         if least > allowed:
-            but = "; ".join(f"{path_text(paths)}: {reason}" for reason, paths in blocks.skipped.items())
-            but = f" ({but or NO_BLOCKS})" if but or not blocks else ""
-            raise unmet("fit", budget, training.of, eager_bytes, least, f"with every block recomputed{but}")
+            but = [f"{path_text(paths)}: {reason}" for reason, paths in blocks.skipped.items()]
+            but += [] if blocks or but else [NO_BLOCKS]
+            raise training.unmet(eager_bytes, least, "with every block recomputed" + f" ({'; '.join(but)})" * bool(but))
         on_stage("measuring blocks", 0.1)
         plans = measured(blocks, training, least, telling(partial(blocks.save, ()), within(on_stage, 0.1, 0.4)))
         on_stage("measuring plans", 0.4)
         plan, size = plans.within(allowed, bytes_with)
         blocks.save(plan.saved)
-        if eager_bytes is not None and not all(together(lambda: _are_alike(training.gradients(), gradients))):
+        if eager_bytes is not None and not all(training.together(lambda: _are_alike(training.gradients(), gradients))):
             raise ValueError(
                 "fit: gradients differ where blocks are recomputed, or from run to run, as where a block draws random "
                 "numbers that are not PyTorch's; fuse(model) recomputes none"
             )
         switches = [telling(partial(blocks.save, plan.saved), within(on_stage, 0.5, 1))]
         switches += [] if eager_bytes is None else [blocks.as_it_was]
-        time_ms, *eager_ms = together(lambda: training.times_ms(switches))[0]
+        time_ms, *eager_ms = training.together(lambda: training.times_ms(switches))[0]
+    notes = [] if blocks or blocks.skipped else [f"Nothing is recomputed: {NO_BLOCKS}."]
+    if eager_bytes is None:
+        notes.append("The model as it was ran out of memory, so that gradients were not compared with its own.")
     return FitReport(
         type(blocks.model).__name__,
         training.of,

@@ -24,8 +24,7 @@ from ..utils.module_state import unchanged
 from ..utils.progress import OnStage, asked
 from ..utils.report import Report
 from ..utils.storages import tensors_in
-from .budget import check_arguments, unmet
-from .steps import COUNTED, Measurement, Of, Training, together
+from .budget import COUNTED, Measurement, Of, Training
 
 #: So many parts are tried, and the search ends with one that takes so much of the budget.
 TRIES = 5
@@ -114,38 +113,40 @@ def fit_compiled(
     >>> report = fl.fit_compiled(model, torch.randn(512, 64), fraction=0.5)  # doctest: +SKIP
     >>> compiled = torch.compile(model, backend=report.backend)  # doctest: +SKIP
     """
-    step = Step(model, *arguments_from(inputs), loss, function="fit_compiled")
-    budget = check_arguments(step, memory_budget_bytes, fraction, of)
+    training = Training(
+        Step(model, *arguments_from(inputs), loss, function="fit_compiled"), of, memory_budget_bytes, fraction
+    )
     if is_optimized(model) or model._compiled_call_impl is not None:
         raise ValueError("fit_compiled: the model is compiled already; pass the one that torch.compile was called on")
     if "backend" in options:
         raise ValueError("fit_compiled: the backend is the report's; give it the other options of torch.compile")
+    compiled: list[Any] = []  # of which the last one is called
+    training.step = replace(training.step, model=lambda *args, **kwargs: compiled[-1](*args, **kwargs))
+    tried: dict[float, int] = {}
+
+    def compile_with(part: float, is_compiled: bool = True) -> Callable[[], None]:
+        backend = partial(budgeted, part, is_compiled=is_compiled)
+        return partial(compiled.append, torch.compile(model, backend=backend, **options))
+
+    def bytes_with(part: float, is_compiled: bool) -> int:
+        torch.compiler.reset()
+        compile_with(part, is_compiled)()
+        with training.step.readable():
+            training.gradients()  # compiles
+            return max(training.together(training.bytes))
+
+    def quick_bytes_with(part: float) -> int:
+        if part not in tried:
+            tried[part] = bytes_with(part, of == "peak")  # a peak has what compiled code alone allocates
+        return tried[part]
+
+    tensors = tensors_in((training.step.args, training.step.kwargs))
     on_stage = asked("fit_compiled", progress)
-    with unchanged([*model.modules()], tensors_in((step.args, step.kwargs))) as reset:
-        run = _Run(model)
-        training = Training(replace(step, model=run), of, reset)
-        tried: dict[float, int] = {}
-
-        def compile_with(part: float, is_compiled: bool = True) -> Callable[[], None]:
-            compiled: Any = torch.compile(model, backend=partial(budgeted, part, is_compiled=is_compiled), **options)
-            return partial(setattr, run, "call", compiled.__call__)
-
-        def bytes_with(part: float, is_compiled: bool) -> int:
-            torch.compiler.reset()
-            compile_with(part, is_compiled)()
-            with step.readable():
-                training.gradients()  # compiles
-                return max(together(training.bytes))
-
-        def quick_bytes_with(part: float) -> int:
-            if part not in tried:
-                tried[part] = bytes_with(part, of == "peak")  # a peak has what compiled code alone allocates
-            return tried[part]
-
+    with unchanged([*model.modules()], tensors):
         try:
             on_stage("measuring the compiled model", 0.0)
             taken = quick_bytes_with(1.0)
-            allowed = budget.allowed(taken)
+            allowed = training.allowed(taken)
             on_stage("trying budgets", 0.2)
             _try_parts(allowed, quick_bytes_with)
             for part in sorted((part for part, size in tried.items() if size <= allowed or part == 0), reverse=True):
@@ -153,11 +154,11 @@ def fit_compiled(
                 if measured <= allowed:
                     break
             else:
-                raise unmet("fit_compiled", budget, of, taken, measured, "with activation_memory_budget=0")
+                raise training.unmet(taken, measured, "with activation_memory_budget=0")
             on_stage("measuring times", 0.8)
             torch.compiler.reset()
             calls = [compile_with(each) for each in (1.0, part)]
-            as_it_is_ms, time_ms = together(lambda: training.times_ms(calls))[0]
+            as_it_is_ms, time_ms = training.together(lambda: training.times_ms(calls))[0]
         finally:
             torch.compiler.reset()  # else the parts that were tried count for the compiler's limit of recompilations
     others = tuple(sorted((other, size) for other, size in tried.items() if other != part))
@@ -181,15 +182,3 @@ def _try_parts(budget: int, bytes_with: Callable[[float], int]) -> None:
             high, high_bytes = part, size
     if low == 0 and high_bytes > budget:
         bytes_with(0.0)
-
-
-class _Run(nn.Module):
-    """Holds the model, and calls the function that was last compiled of it."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.call: Callable[..., Any] = model.__call__
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(*args, **kwargs)

@@ -15,7 +15,7 @@ import functools
 import types
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +37,7 @@ from ..utils.module_state import modules_in
 from .snapshot import Snapshot
 
 Recompute = Literal["all", "cheap", "nothing"]
-RECOMPUTE = ("all", "cheap", "nothing")
+RECOMPUTE: tuple[Recompute, ...] = get_args(Recompute)
 
 
 def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "all", **kwargs: Any) -> Any:

@@ -1,7 +1,7 @@
 """``nn.Sequential`` that recomputes segments of its children (Chen et al. 2016, "Training Deep Nets with Sublinear
 Memory Cost").
 
-The first forward pass in training measures the children (``measurement.py``) and plans the segments (``planner.py``);
+The first forward pass in training measures the children (``child_costs.py``) and plans the segments (``segments.py``);
 each segment is a checkpoint (``recompute.py``). Training costs at most one more forward pass for each backward pass,
 and the measurement one, or two if results of products may be saved. What the children write to attributes while they
 are measured stays.
@@ -27,9 +27,9 @@ from ..utils.module_state import modules_in
 from ..utils.storages import tensors_in
 from ..validation import is_whole
 from .budget import budget_from
-from .measurement import ChildCosts, measure
-from .planner import Plan, Segment, plan_balanced, plan_of_lengths, plan_within_budget, segments_of_lengths
+from .child_costs import ChildCosts, measure
 from .recompute import Recompute, can_recompute, check_recompute, recomputed
+from .segments import Plan, Segment, balanced_lengths, plan_of, plan_within_budget, segments_of_lengths
 
 
 class SublinearSequential(nn.Sequential):
@@ -109,9 +109,13 @@ class SublinearSequential(nn.Sequential):
         else:
             if not can_recompute(modules_in(self), tree_leaves(inputs)):
                 return _run(children, *inputs)
-            if self._planned is None or not self._planned.applies(children, inputs, self._options()):
-                self._planned = self._plan_for(children, inputs)
-            segments, copied = self._planned.plan.segments, self._planned.copied
+            tensors = list(tensors_in(inputs))
+            kinds = {(t.dtype, t.device.type, torch.is_autocast_enabled(t.device.type)) for t in tensors}
+            planned, size = self._planned, sum(tensor.numel() for tensor in tensors)
+            asked = self._options(), children, kinds
+            if planned is None or (planned.options, planned.children, planned.kinds) != asked or planned.size < size:
+                self._planned = planned = _Planned(*self._plan_for(children, inputs), *asked, size)
+            segments, copied = planned.plan.segments, planned.copied
         for start, stop, mode in segments:
             run = functools.partial(_run_on_copies if start in copied else _run, children[start:stop])
             inputs = (run(*inputs) if mode == "nothing" else recomputed(run, children[start:stop], inputs, {}, mode),)
@@ -121,8 +125,9 @@ class SublinearSequential(nn.Sequential):
         segments = tuple(self.segments) if isinstance(self.segments, Sequence) else self.segments
         return segments, self.memory_budget_bytes, self.recompute
 
-    def _plan_for(self, children: list[nn.Module], inputs: tuple[Any, ...]) -> _Planned:
-        """Measure the children, and plan."""
+    def _plan_for(self, children: list[nn.Module], inputs: tuple[Any, ...]) -> tuple[Plan, frozenset[int]]:
+        """Measure the children, and plan. Besides the plan, the starts of segments that run on a copy of their input,
+        because a child modifies it in place."""
         name, mode, budget = type(self).__name__, self.recompute or "all", self.memory_budget_bytes
         modes: tuple[Recompute, ...] = ("nothing", mode)
         if self.recompute is None and budget is not None:
@@ -136,17 +141,16 @@ class SublinearSequential(nn.Sequential):
                     "recompute='all'"
                 )
             modes = ("nothing", "all")
-        if isinstance(self.segments, Sequence):
-            plan = plan_of_lengths(costs, self._lengths(), mode)
-        elif self.segments is not None:
-            plan = plan_balanced(costs, self.segments, mode)
+        if self.segments is not None:
+            of_each = isinstance(self.segments, Sequence)
+            lengths = self._lengths() if of_each else balanced_lengths(costs, cast("int", self.segments))
+            plan = plan_of(costs, segments_of_lengths(lengths, mode))
         else:
             try:
                 plan = plan_within_budget(costs, None if budget is None else budget_from(name, budget), modes)
             except ValueError as error:
                 raise ValueError(f"{name}: {error}") from None
-        copied = frozenset(start for start, stop, _ in plan.segments if _write_input(costs[start:stop]))
-        return _Planned(plan, copied, children, *_size_and_kinds(inputs), self._options())
+        return plan, frozenset(start for start, stop, _ in plan.segments if _write_input(costs[start:stop]))
 
     def _lengths(self) -> list[int]:
         lengths = list(cast("Sequence[int]", self.segments))
@@ -184,32 +188,21 @@ class SublinearSequential(nn.Sequential):
         return found
 
     def extra_repr(self) -> str:
-        shown = {
-            "segments": self.segments, "memory_budget_bytes": self.memory_budget_bytes, "recompute": self.recompute
-        }  # fmt: skip
-        parts = [f"{name}={value!r}" for name, value in shown.items() if value is not None]
+        names = ("segments", "memory_budget_bytes", "recompute")
+        parts = [f"{name}={value!r}" for name in names if (value := getattr(self, name)) is not None]
         return ", ".join([*parts, *([] if self.plan is None else [str(self.plan)])])
 
 
 @dataclass(frozen=True)
 class _Planned:
-    """A plan, and what it was made for.
-
-    Attributes:
-        copied: the starts of segments of which a child modifies the segment's input in place. They run on a copy.
-    """
+    """A plan, the segments that run on copies, and for which options, children and inputs it was made."""
 
     plan: Plan
     copied: frozenset[int]
-    children: list[nn.Module]
-    size: int
-    kinds: Any
     options: Any
-
-    def applies(self, children: list[nn.Module], inputs: tuple[Any, ...], options: Any) -> bool:
-        size, kinds = _size_and_kinds(inputs)
-        same = self.children == children and self.kinds == kinds and self.options == options
-        return same and size <= self.size
+    children: list[nn.Module]
+    kinds: Any
+    size: int
 
 
 def _write_input(costs: Sequence[ChildCosts]) -> bool:
@@ -225,12 +218,6 @@ def _write_products(costs: Sequence[ChildCosts]) -> bool:
     costs = [child.selective or child for child in costs]
     of_neighbours = any(a.output_is_product and b.writes_input for a, b in itertools.pairwise(costs))
     return of_neighbours or any(child.writes_product for child in costs)
-
-
-def _size_and_kinds(inputs: tuple[Any, ...]) -> tuple[int, Any]:
-    tensors = list(tensors_in(inputs))
-    kinds = {(t.dtype, t.device.type, torch.is_autocast_enabled(t.device.type)) for t in tensors}
-    return sum(tensor.numel() for tensor in tensors), kinds
 
 
 def _run(children: list[nn.Module], *inputs: Any) -> Any:

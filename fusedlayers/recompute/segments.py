@@ -13,6 +13,7 @@ best; it still fits the budget. Without a budget, the smallest one that any plan
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -20,7 +21,7 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from ..utils.formatting import size_text
-from .measurement import ChildCosts
+from .child_costs import ChildCosts
 from .recompute import Recompute
 
 #: How finely the smallest budget is searched for: in steps of this part of the most that may be saved.
@@ -75,7 +76,10 @@ def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes
     """
     steps = [[_steps(children, i, mode) for mode in modes] for i in range(len(children))]
     eager_bytes = _steps(children, 0, "all")[-1].extra
-    smallest = _smallest_budget(children, steps, eager_bytes)
+    # To a thousandth of the most: nobody needs it closer. Saving less is all that counts for a fit.
+    unit = max(1, eager_bytes // BUDGET_STEPS)
+    multiples = range(-(-eager_bytes // unit))
+    smallest = unit * bisect_left(multiples, True, key=lambda k: bool(_search(children, steps, k * unit, 1)))
     if budget is None:
         budget = smallest
     elif budget < smallest:
@@ -83,12 +87,24 @@ def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes
             f"memory_budget_bytes={budget} is less than any plan needs: these {len(children)} children save "
             f"{size_text(eager_bytes)} without recomputation, and at least {size_text(smallest)} ({smallest} bytes)"
         )
-    return _plan(children, _cheapest(children, steps, budget).segments())
+    found = _search(children, steps, budget, max(8, MAX_STATES // len(children)))
+    return plan_of(children, min(found, key=lambda state: (state.cost, state.peak)).segments)
 
 
-def plan_balanced(children: Sequence[ChildCosts], count: int, mode: Recompute) -> Plan:
-    """``count`` segments that hold about the same while they are recomputed. The last one is not: its backward pass
-    comes at once."""
+def plan_of(children: Sequence[ChildCosts], segments: tuple[Segment, ...]) -> Plan:
+    """What these segments save and cost."""
+    state = _State()
+    for start, stop, mode in segments:
+        # A segment that is not recomputed is as many children that are not.
+        for i, j in pairwise(range(start, stop + 1)) if mode == "nothing" else [(start, stop)]:
+            state = state.after(_steps(children, i, mode)[j - i - 1], _edge(children, i))
+    whole = _steps(children, 0, "all")[-1]
+    recomputed = state.cost / whole.cost if whole.cost else 0.0
+    return Plan(segments, state.saved, max(state.peak, state.saved), whole.extra, recomputed)
+
+
+def balanced_lengths(children: Sequence[ChildCosts], count: int) -> list[int]:
+    """The lengths of ``count`` segments that hold about the same while they are recomputed."""
     inside = [[step.extra for step in _steps(children, i, "all")] for i in range(len(children))]
     # Of the best split of the first j children: its largest segment, its squares (of splits with the same largest one
     # the most even is best), and its segments' ends, negated: then the one whose last segment is the shortest.
@@ -103,16 +119,11 @@ def plan_balanced(children: Sequence[ChildCosts], count: int, mode: Recompute) -
             for j in range(min(best) + 1, len(children) + 1)
         }
     ends = [-end for end in best[len(children)][2]]
-    return plan_of_lengths(children, [b - a for a, b in pairwise([0, *ends])], mode)
-
-
-def plan_of_lengths(children: Sequence[ChildCosts], lengths: Sequence[int], mode: Recompute) -> Plan:
-    """Segments of these numbers of children; the last one is not recomputed."""
-    return _plan(children, segments_of_lengths(lengths, mode))
+    return [b - a for a, b in pairwise([0, *ends])]
 
 
 def segments_of_lengths(lengths: Sequence[int], mode: Recompute) -> tuple[Segment, ...]:
-    """Segments of so many children each, of which the last is not recomputed."""
+    """Segments of so many children each, of which the last is not recomputed: its backward pass comes at once."""
     *others, last = [Segment(start, stop, mode) for start, stop in pairwise([0, *accumulate(lengths)]) if stop > start]
     return (*others, last._replace(recompute="nothing"))
 
@@ -170,92 +181,41 @@ def _steps(children: Sequence[ChildCosts], start: int, mode: Recompute) -> list[
 
 
 class _State(NamedTuple):
-    """A way to run the first of the sequence: bytes saved, cost, whether the last output is among what is saved, the
-    worst moment, the last step, and the state before it."""
+    """A way to run the first of the sequence: bytes saved, cost, whether the last output is among what is saved, and
+    the worst moment."""
 
     saved: int = 0
     cost: float = 0.0
     saves_output: bool = False
     peak: int = 0
-    step: _Step | None = None
-    before: _State | None = None
+    segments: tuple[Segment, ...] = ()
 
     def after(self, step: _Step, edge: int) -> _State:
         saved = self.saved + (edge if self.saves_output else step.input_bytes) + step.saved
         peak = max(self.peak, saved + step.extra)
-        return _State(saved, self.cost + step.cost, step.saves_output, peak, step, self)
-
-    def segments(self) -> tuple[Segment, ...]:
-        found: list[Segment] = []
-        state: _State | None = self
-        while state is not None and state.step is not None:
-            found.insert(0, state.step.segment)
-            state = state.before
-        return tuple(found)
-
-
-def _plan(children: Sequence[ChildCosts], segments: tuple[Segment, ...]) -> Plan:
-    state = _State()
-    for start, stop, mode in segments:
-        # A segment that is not recomputed is as many children that are not.
-        for i, j in pairwise(range(start, stop + 1)) if mode == "nothing" else [(start, stop)]:
-            state = state.after(_steps(children, i, mode)[j - i - 1], _edge(children, i))
-    whole = _steps(children, 0, "all")[-1]
-    recomputed = state.cost / whole.cost if whole.cost else 0.0
-    return Plan(segments, state.saved, max(state.peak, state.saved), whole.extra, recomputed)
+        return _State(saved, self.cost + step.cost, step.saves_output, peak, (*self.segments, step.segment))
 
 
 # --- the search -------------------------------------------------------------------------------------------------------
 
-#: For steps that begin with each child, by mode.
-_Steps = Sequence[Sequence[Sequence[_Step]]]
 
-
-def _smallest_budget(children: Sequence[ChildCosts], steps: _Steps, most: int) -> int:
-    """The smallest budget that there is a plan within. To fit, saving less is all that counts, so that one state each
-    will do: the least that is saved, by whether that includes the last output."""
-    never = most + 1
-
-    def fits(budget: int) -> bool:
-        least = [{False: never, True: never} for _ in range(len(children) + 1)]
-        least[0][False] = 0
-        for i, of_modes in enumerate(steps):
-            edge = _edge(children, i)
-            for saves_input, before in least[i].items():
-                for found in of_modes:
-                    for (_, stop, _), input_bytes, saved, extra, _, saves_output in found:
-                        at = before + (edge if saves_input else input_bytes) + saved
-                        if at + extra > budget:
-                            break
-                        least[stop][saves_output] = min(least[stop][saves_output], at)
-        return min(least[-1].values()) < never
-
-    # To a thousandth of the most: nobody needs it closer.
-    step = max(1, most // BUDGET_STEPS)
-    too_small, enough = -1, -(-most // step)
-    while enough - too_small > 1:
-        middle = (too_small + enough) // 2
-        if fits(middle * step):
-            enough = middle
-        else:
-            too_small = middle
-    return enough * step
-
-
-def _cheapest(children: Sequence[ChildCosts], steps: _Steps, budget: int) -> _State:
-    """The plan of least cost that never holds more than ``budget``, which is no less than the smallest one."""
+def _search(
+    children: Sequence[ChildCosts], steps: Sequence[Sequence[Sequence[_Step]]], budget: int, most: int
+) -> list[_State]:
+    """Ways to run all children that never hold more than ``budget``; of those to run the first ones, ``most`` are
+    continued. ``steps``: those that begin with each child, by mode."""
     states: list[list[_State]] = [[] for _ in range(len(children) + 1)]
     states[0].append(_State())
     for i, of_modes in enumerate(steps):
         edge = _edge(children, i)
-        for state in _pareto_front(states[i], max(8, MAX_STATES // len(children))):
+        for state in _pareto_front(states[i], most):
             for found in of_modes:
                 for step in found:
                     following = state.after(step, edge)
                     if following.peak > budget:
                         break
                     states[step.segment.stop].append(following)
-    return min(states[-1], key=lambda state: (state.cost, state.peak))
+    return states[-1]
 
 
 def _pareto_front(states: list[_State], most: int) -> list[_State]:
@@ -268,5 +228,5 @@ def _pareto_front(states: list[_State], most: int) -> list[_State]:
             if not front or state.cost < front[-1].cost:
                 front.append(state)
         last = len(front) - 1
-        found += front if last < most else [front[k * last // (most - 1)] for k in range(most)]
+        found += front if last < most else [front[k * last // max(1, most - 1)] for k in range(most)]
     return found

@@ -24,11 +24,6 @@ from ..utils.module_state import unchanged
 from ..utils.storages import sizes_of, tensors_in
 from .recompute import products
 
-_WAS_KEPT = (
-    "a child of SublinearSequential kept a tensor of the run in which the container measures its children; call the "
-    "container once before the first step"
-)
-
 #: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
 #: 400 TFLOP/s (TF32) and 3 TB/s of an H100.
 OPERATIONS_PER_BYTE = {"cpu": 16.0}
@@ -120,16 +115,19 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool =
 
 
 def _detached_copy(tensor: Tensor) -> Tensor:
-    """A copy in a graph of its own, which is no leaf: a ReLU in place could not write to a leaf."""
-    copy = tensor.detach().requires_grad_(tensor.requires_grad).clone()
-    if copy.requires_grad:
-        copy.register_hook(_refuse)
-    return copy
+    """A copy without its graph, which is no leaf: a ReLU in place could not write to a leaf."""
+    if not tensor.requires_grad:
+        return tensor.detach().clone()
+    leaf = tensor.detach().requires_grad_()
+    leaf.register_hook(_refuse)
+    return leaf.clone()
 
 
-def _refuse(grad: Tensor) -> NoReturn:
-    """Raise where a backward pass reaches a child's input, which only a tensor that the child has kept leads to."""
-    raise RuntimeError(_WAS_KEPT)
+def _refuse(gradient: Tensor) -> NoReturn:
+    raise RuntimeError(
+        "a child of SublinearSequential kept a tensor of the run in which the container measures its children; call "
+        "the container once before the first step"
+    )
 
 
 class _Costs(TorchDispatchMode):
@@ -137,7 +135,7 @@ class _Costs(TorchDispatchMode):
 
     def __init__(self, keeps_results: bool) -> None:
         super().__init__()
-        self.keeps_results = keeps_results  # ``plan.py`` reads it
+        self.keeps_results = keeps_results  # ``call.py`` reads it
         #: Of products, with their versions.
         self.results: list[tuple[Tensor, int]] = []
         self.of_products = self.of_others = 0.0
