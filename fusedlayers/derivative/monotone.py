@@ -119,7 +119,7 @@ class MonotoneDerivative:
         top = [level.low for level in self.levels if level.high == math.inf]
         return max([self.segments[0].start, *bottom]), min([self.segments[-1].stop, *top])
 
-    def __call__(self, y: Tensor) -> Tensor:
+    def __call__(self, y: Tensor, marked: Tensor | None = None) -> Tensor:
         y = -y if self.is_falling else y
         value = self.segments[0](y)
         for segment in self.segments[1:]:
@@ -127,6 +127,8 @@ class MonotoneDerivative:
         for level in self.levels:
             value = torch.where(level.holds(y), level.slope, value)
         return torch.where(y != y, y, value)
+
+    differentiable = __call__
 
 
 # --- stretches --------------------------------------------------------------------------------------------------------

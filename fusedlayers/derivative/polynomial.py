@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -73,19 +73,7 @@ def interpolate(function: Function, start: float, stop: float, degree: int) -> P
     return Piece(start, stop, tuple(torch.linalg.solve(_powers(t, degree), values).tolist()))
 
 
-def shortest(
-    function: Function,
-    start: float,
-    stop: float,
-    degrees: Iterable[int],
-    is_close: Callable[[Piece], bool],
-) -> Piece | None:
-    """The first of these degrees whose interpolation is close enough, or None."""
-    pieces = (interpolate(function, start, stop, degree) for degree in degrees)
-    return next((piece for piece in pieces if is_close(piece)), None)
-
-
-def fitted(v: Tensor, values: Tensor, degree: int) -> Piece | None:
+def fitted(v: Tensor, values: Tensor, degree: int, weight: Tensor | None = None) -> Piece | None:
     """The least-squares polynomial through the samples next to Chebyshev nodes; v rises. None if these are few."""
     start, stop = float(v[0]), float(v[-1])
     if not (stop > start and math.isfinite(start + stop)):
@@ -97,7 +85,9 @@ def fitted(v: Tensor, values: Tensor, degree: int) -> Piece | None:
     near = torch.where((t[before] - nodes).abs() < (t[after] - nodes).abs(), before, after).unique()
     if len(near) < degree + 3:
         return None
-    solved = torch.linalg.lstsq(_powers(t[near], degree), values[near].unsqueeze(1), driver="gels").solution
+    factor = torch.ones(len(near), 1, dtype=v.dtype) if weight is None else weight[near].unsqueeze(1)
+    powers = _powers(t[near], degree)
+    solved = torch.linalg.lstsq(powers * factor, values[near].unsqueeze(1) * factor, driver="gels").solution
     return Piece(start, stop, tuple(solved[:, 0].tolist()))
 
 
