@@ -202,9 +202,7 @@ def fit_inverse(function: Function) -> FoldedInverse:
 class _Samples:
     """Outputs of both branches with a target, ``target(z, f(z), f'(z))``, and polynomials for it within a tolerance."""
 
-    def __init__(
-        self, function: Function, features: Features, target: Callable[..., Tensor], tolerance: float
-    ) -> None:
+    def __init__(self, function: Function, features: Features, target: Callable[..., Tensor], tolerance: float) -> None:
         if features.fold is None:
             raise NeedsInput("has no minimum")
         self.fold, self.tolerance = features.fold, tolerance
@@ -226,18 +224,16 @@ class _Samples:
         polynomials of this degree follow."""
         tail_ends, last = -math.sqrt(-self.fold.extremum * (1.0 - fraction)), len(self.v) - 1
         first, found = max(0, int((self.v < tail_ends).sum()) - 1), list[Piece]()
+
+        def attempt(a: int, b: int) -> Piece | None:
+            return fitted(self.v[a : b + 1], self.values[a : b + 1], degree, self.tolerance)
+
         while first < last:
-            first, piece = longest(lambda a, b: self._piece(a, b, degree), first, last)
+            first, piece = longest(attempt, first, last)
             if piece is None or len(found) == MAXIMUM_PIECES:
                 return ()
             found.append(piece)
         return tuple(found)
-
-    def _piece(self, first: int, last: int, degree: int) -> Piece | None:
-        """The polynomial for these samples, if it meets the tolerance at all of them."""
-        v, values = self.v[first : last + 1], self.values[first : last + 1]
-        piece = fitted(v, values, degree)
-        return piece if piece is not None and float((piece(v) - values).abs().max()) <= self.tolerance else None
 
     def tail(self, fraction: float, farthest: float | None, *, vanishes: bool) -> tuple[Piece, float, bool] | None:
         """The tail that begins at this fraction of the minimum, in u up to ``farthest`` or in y: its polynomial, the
@@ -250,12 +246,12 @@ class _Samples:
         t = y if farthest is None else torch.sqrt(torch.log(self.fold.extremum / y))
         t, order = t.sort()
         y, values = y[order], values[order] / (y[order] if vanishes else 1.0)
-        weight = -y if vanishes else 1 / values.abs().clamp_min(1.0)
-        for degree in DEGREES_OF_Y if farthest is None else DEGREES_OF_U:  # in u the relative error is small too
-            piece = fitted(t, values, degree, weight if farthest is None else None)
-            if piece is not None and bool(((piece(t) - values).abs() * weight <= self.tolerance).all()):
-                return piece, fraction, farthest is not None
-        return None
+        allowed = self.tolerance * (-1 / y if vanishes else values.abs().clamp_min(1.0))
+        # In u relative errors are small too; the shortest polynomial in y follows where y is large.
+        degrees, weight = (DEGREES_OF_U, None) if farthest is not None else (DEGREES_OF_Y, -y)
+        pieces = (fitted(t, values, degree, allowed, weight) for degree in degrees)
+        piece = next((piece for piece in pieces if piece is not None), None)
+        return None if piece is None else (piece, fraction, farthest is not None)
 
 
 #: Distances of the samples from the minimum: falling outputs far into the tail, where inverses are fitted too.

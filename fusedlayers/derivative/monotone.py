@@ -276,5 +276,4 @@ def _piece(stretch: Stretch, variable: Variable, tolerance: float, degree: int, 
     v, values = variable(y, distance), slope / factor
     if float(v[0]) > float(v[-1]):
         v, values, factor = v.flip(0), values.flip(0), factor.flip(0)
-    piece = fitted(v, values, degree)
-    return piece if piece is not None and bool(((piece(v) - values).abs() * factor <= tolerance).all()) else None
+    return fitted(v, values, degree, tolerance / factor)

@@ -73,8 +73,11 @@ def interpolate(function: Function, start: float, stop: float, degree: int) -> P
     return Piece(start, stop, tuple(torch.linalg.solve(_powers(t, degree), values).tolist()))
 
 
-def fitted(v: Tensor, values: Tensor, degree: int, weight: Tensor | None = None) -> Piece | None:
-    """The least-squares polynomial through the samples next to Chebyshev nodes; v rises. None if these are few."""
+def fitted(
+    v: Tensor, values: Tensor, degree: int, allowed: Tensor | float, weight: Tensor | None = None
+) -> Piece | None:
+    """The least-squares polynomial through the samples next to Chebyshev nodes; v rises. None if these are few, or if
+    it errs by more than ``allowed`` at any sample."""
     start, stop = float(v[0]), float(v[-1])
     if not (stop > start and math.isfinite(start + stop)):
         return None
@@ -88,7 +91,8 @@ def fitted(v: Tensor, values: Tensor, degree: int, weight: Tensor | None = None)
     factor = torch.ones(len(near), 1, dtype=v.dtype) if weight is None else weight[near].unsqueeze(1)
     powers = _powers(t[near], degree)
     solved = torch.linalg.lstsq(powers * factor, values[near].unsqueeze(1) * factor, driver="gels").solution
-    return Piece(start, stop, tuple(solved[:, 0].tolist()))
+    piece = Piece(start, stop, tuple(solved[:, 0].tolist()))
+    return piece if bool(((piece(v) - values).abs() <= allowed).all()) else None
 
 
 def longest(attempt: Callable[[int, int], Piece | None], first: int, last: int) -> tuple[int, Piece | None]:
