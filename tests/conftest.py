@@ -68,15 +68,14 @@ def nothing_outlives_a_test() -> Iterator[None]:
     from fusedlayers import block_call, call
     from fusedlayers.activations import table
 
-    rows, by_name = dict(table._rows), dict(table.by_name)
+    by_name = dict(table.by_name)
     stand_ins = {target: list(entries) for target, entries in table.stand_ins.items()}
     by_spelling = dict(table.by_spelling)
     yield
     call._plans.clear()
     block_call._plans.clear()
-    if len(table._rows) != len(rows):
+    if len(table.by_name) != len(by_name):
         for names, before in (
-            (table._rows, rows),
             (table.by_name, by_name),
             (table.by_spelling, by_spelling),
             (table.stand_ins, stand_ins),

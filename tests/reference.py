@@ -194,7 +194,9 @@ def compare(
 
 def added(activation: Activation, save: str) -> float:
     """The floor for ``check_orders``: more where a derivative is fitted, which saved outputs tell."""
-    return 1e-4 if save in ("auto", "output") and activation.is_fitted else 3e-6
+    if save not in ("auto", "output") or activation.needs_input_reason is not None:
+        return 3e-6
+    return 3e-6 if activation.fitted_derivative() is None else 1e-4
 
 
 def check_orders(

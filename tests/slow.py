@@ -119,9 +119,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_readme": {
         "test_examples_run": 0,
     },
-    "test_register": {
-        "test_a_registered_function_is_known_by_name_and_as_itself": 16,
-    },
     "test_save_once": {
         "test_nodes_of_this_torch": 99,
         "test_random_programs": 2,

@@ -19,7 +19,7 @@ from fusedlayers.activations import DTYPES, Activation, Row, activations, record
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import GELU_ERRORS
 from fusedlayers.derivative.features import Fold
-from fusedlayers.derivative.folded import fit
+from fusedlayers.derivative.folded import FoldedDerivative, fit
 from fusedlayers.derivative.polynomial import PRECISIONS
 from fusedlayers.plan import describe
 
@@ -156,8 +156,7 @@ def test_what_a_row_stands_for_resolves_to_it(row: Row, target: object, argument
     if isinstance(target, type):
         made = target(*_ARGUMENTS.get(target, ()), **arguments)
     else:
-        needed = row.parameters if target is F.threshold else {}  # which has no defaults
-        made = functools.partial(target, **arguments, **needed) if arguments or needed else target
+        made = functools.partial(target, **arguments) if arguments else target
     assert resolve(made) is row.bind()
     if row.parameters and target is not nn.ReLU6:  # whose constructor has no limits
         values = {name: value + 2.0 for name, value in row.parameters.items()}
@@ -262,7 +261,6 @@ def test_modules_that_compute_something_else_stay_themselves(module: nn.Module) 
 
 def test_a_function_without_the_arguments_that_it_must_have_fails_as_in_torch() -> None:
     # The row has defaults of its own, which are not torch's: it has none.
-    assert resolve(functools.partial(F.threshold, threshold=0.1, value=0.0)).name == "trelu"
     for incomplete in (F.threshold, functools.partial(F.threshold, threshold=0.1)):
         with pytest.raises(TypeError, match="missing"):
             fl.bias_act(torch.ones(300), None, incomplete)
@@ -360,13 +358,12 @@ def test_nan_stays_nan(dtype: torch.dtype) -> None:
 
 @every_folded
 def test_the_fold_is_the_minimum(activation: Activation) -> None:
-    folded = activation.folded_derivative()
-    assert folded is not None
-    position = torch.tensor(folded.fold.position, dtype=torch.float64)
+    fold = _fold(activation)
+    position = torch.tensor(fold.position, dtype=torch.float64)
     around = position + torch.linspace(-1e-4, 1e-4, 2001, dtype=torch.float64)
     values = activation.function(around)
-    assert abs(float(activation.function(position)) - folded.fold.extremum) < 1e-16
-    assert float(values.min()) > folded.fold.extremum - 1e-16
+    assert abs(float(activation.function(position)) - fold.extremum) < 1e-16
+    assert float(values.min()) > fold.extremum - 1e-16
     slope = derivative(activation.function, torch.stack([position - 1e-9, position + 1e-9]))
     assert slope[0] < 0 < slope[1]
 
@@ -374,8 +371,8 @@ def test_the_fold_is_the_minimum(activation: Activation) -> None:
 @every_folded
 @every_float
 def test_fits_meet_their_tolerance(activation: Activation, dtype: torch.dtype) -> None:
-    folded = activation.folded_derivative(dtype)
-    assert folded is not None
+    folded = activation.fitted_derivative(dtype)
+    assert isinstance(folded, FoldedDerivative)
     z = torch.cat([torch.linspace(-40, 40, 400_001), folded.fold.position + torch.linspace(-0.1, 0.1, 20_001)]).double()
     if activation.name == "hardswish":  # its slope jumps at -3, where outputs of 1e-7 are taken for 0
         z = z[(z + 3).abs() > 1e-6]
@@ -425,9 +422,8 @@ _KINKS = (-3.0, -1.0, -0.5, 0.5, 1.0, 3.0, 6.0, 20.0)
 
 
 def _fold(activation: Activation) -> Fold:
-    folded = activation.folded_derivative()
-    assert folded is not None
-    return folded.fold
+    assert activation.fold is not None
+    return activation.fold
 
 
 Function = Callable[[Tensor], Tensor]

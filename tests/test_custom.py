@@ -390,7 +390,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "branch": (lambda: lambda z: z * 2 if z.sum() > 0 else z * NUMBER, "depends on the values of a tensor"),
     "branch by parameter": (lambda: lambda z: z * 2 if NUMBER > 0 else z, "depends on the values of a tensor"),
     "item": (lambda: lambda z: z * NUMBER.item(), "turns a tensor into a number"),
-    "size": (lambda: lambda z: z / z.shape[0], "it reads its argument's shape"),
+    "size": (lambda: lambda z: z / z.shape[0], "its code names shape, which a trace does not follow"),
     "counting variable": (_counter, "changes what it reads from call to call"),
     "counting module": (lambda: Remembers("count"), "changes what it reads from call to call"),
     "growing list": (lambda: Remembers("list"), "changes what it reads from call to call"),

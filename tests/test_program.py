@@ -12,8 +12,7 @@ from torch import Tensor
 
 from fusedlayers import kernels
 from fusedlayers.activations import Activation
-from fusedlayers.activations.decompositions import slow_kernels
-from fusedlayers.activations.tracing import aten_graph, simplified
+from fusedlayers.activations.tracing import aten_graph, simplified, slow_kernels
 from fusedlayers.kernels import GradientRequest
 from fusedlayers.kernels.reference import chunks, traced
 from fusedlayers.kernels.reference.program import Program

@@ -13,7 +13,6 @@ import torch
 
 import fusedlayers as fl
 from fusedlayers import sizes
-from fusedlayers.activations import table
 from fusedlayers.reports import step
 
 ROOT = Path(__file__).parent.parent
@@ -37,8 +36,6 @@ def test_code_blocks_run_in_order(document, capsys, monkeypatch):
     blocks = re.findall(r"^```python\n(.*?)^```(?:\n+```text\n(.*?)^```)?", text, re.DOTALL | re.MULTILINE)
     assert sum(bool(output) for _, output in blocks) == text.count("```text\n")
     monkeypatch.setattr(step, "ROUNDS", 1)  # what is measured is not looked at
-    monkeypatch.setattr(table, "_rows", dict(table._rows))  # what a document registers is for itself
-    monkeypatch.setattr(table, "stand_ins", {target: list(rows) for target, rows in table.stand_ins.items()})
     namespace: dict[str, object] = {}
     for number, (block, output) in enumerate(blocks):
         exec(compile(block, f"{document}, block {number}", "exec"), namespace)

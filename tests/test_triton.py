@@ -67,9 +67,8 @@ def sum_along(tensor: Tensor, dim: int) -> Tensor:
 
 
 def position(activation: Activation) -> float:
-    folded = activation.folded_derivative()
-    assert folded is not None
-    return folded.fold.position
+    assert activation.fold is not None
+    return activation.fold.position
 
 
 def slope_of_output(activation: Activation, y: Tensor) -> Tensor:

@@ -32,9 +32,8 @@ def _uncertainty(activation: Activation, dy: torch.Tensor, dz: torch.Tensor, res
     changes by 2 f'' unit over the sum of both roots: by the root of that at the minimum, and by less away from it."""
     if INTERPRETED or not activation.is_folded or dy.dtype is not torch.float32:
         return torch.zeros_like(dy)
-    folded = activation.folded_derivative()
-    assert folded is not None
-    minimum = torch.tensor([folded.fold.position], dtype=torch.float64)
+    assert activation.fold is not None
+    minimum = torch.tensor([activation.fold.position], dtype=torch.float64)
     square = float(2 * second_derivative(activation.function, minimum) * ulp(activation.function(minimum), dy.dtype))
     slope = (dz * rest / dy).abs()
     return (dy.abs() / rest * (square / slope).clamp_max(square**0.5)).nan_to_num()

@@ -2,10 +2,8 @@
 
 from . import builtin as _builtin  # fills the table
 from .free_variables import must_call_reason
-from .lookup import activation_of_module, resolve
 from .record import DTYPES, FLOAT64_IS_TORCHS, KEPT_BY_TORCH, Activation, Row, Saved, WithOperands, upcast
-from .registration import activation
-from .table import activations, register, register_stand_in, rows
+from .table import activation, activation_of_module, activations, register, register_stand_in, resolve, rows
 
 __all__ = [
     "DTYPES",

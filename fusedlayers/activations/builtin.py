@@ -31,9 +31,11 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 _SOFTPLUS_SEAMLESS = 16.0
 
 
-def _is_seamless(beta: float, threshold: float) -> bool:
-    """Whether softplus is one curve."""
-    return beta > 0 and threshold >= _SOFTPLUS_SEAMLESS
+def _given_seamless(beta: float, threshold: float) -> str | None:
+    """``parameter_refusal`` of softplus."""
+    if beta > 0 and threshold >= _SOFTPLUS_SEAMLESS:
+        return None
+    return f"with beta = {beta:g} and threshold = {threshold:g} the straight part overlaps the curved one"
 
 
 def _given_positive(name: str, value: float, below: str) -> str | None:
@@ -105,7 +107,7 @@ TABLE = (
             torch.relu_,
             (aten.threshold_backward, lambda dy, y: (dy, y, 0)),
             lambda dy, z: aten.threshold_backward(dy, z, 0),
-            loop=lambda: ("relu", 0.0),
+            loop=("relu", 0.0),
             is_piecewise=True,
         ),
     ),
@@ -126,7 +128,7 @@ TABLE = (
             aten.leaky_relu_.default,
             (aten.leaky_relu_backward, lambda dy, y, negative_slope: (dy, y, negative_slope, True)),
             lambda dy, z, negative_slope: aten.leaky_relu_backward(dy, z, negative_slope, False),
-            loop=lambda negative_slope: ("leaky_relu", negative_slope),
+            loop=("leaky_relu", "negative_slope"),
             is_piecewise=True,
         ),
     ),
@@ -159,7 +161,8 @@ TABLE = (
         parameter_refusal=lambda threshold, value: (
             None if value <= threshold else "with value > threshold a clamped output looks like one that was kept"
         ),
-        stands_for=((nn.Threshold, {}), (F.threshold, {})),
+        stands_for=((nn.Threshold, {}),),  # F.threshold has no defaults
+        plain=F.threshold,
         native=Native(
             aten.threshold_.default,
             (aten.threshold_backward, lambda dy, y, threshold, value: (dy, y, max(threshold, value))),
@@ -181,7 +184,7 @@ TABLE = (
         native=Native(
             aten.hardsigmoid_.default,
             gradient_given_input=aten.hardsigmoid_backward.default,
-            loop=lambda: ("hardsigmoid", 0.0),
+            loop=("hardsigmoid", 0.0),
             is_piecewise=True,
         ),
         plain=_hardsigmoid,
@@ -191,7 +194,7 @@ TABLE = (
         "squared_relu",
         _squared_relu,
         derivative_given_output=_squared_relu_derivative,
-        native=Native(loop=lambda: ("squared_relu", 0.0), is_piecewise=True),
+        native=Native(loop=("squared_relu", 0.0), is_piecewise=True),
     ),
     Row(
         "tanh",
@@ -199,11 +202,7 @@ TABLE = (
         derivative_given_output=lambda y: 1 - y * y,
         inverse=torch.atanh,
         stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
-        native=Native(
-            torch.tanh_,
-            (aten.tanh_backward, lambda dy, y: (dy, y)),
-            loop=lambda: ("tanh", 0.0),
-        ),
+        native=Native(torch.tanh_, (aten.tanh_backward, lambda dy, y: (dy, y)), loop=("tanh", 0.0)),
     ),
     Row(
         "sigmoid",
@@ -211,11 +210,7 @@ TABLE = (
         derivative_given_output=lambda y: y * (1 - y),
         inverse=lambda y: torch.log(y) - torch.log1p(-y),
         stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
-        native=Native(
-            torch.sigmoid_,
-            (aten.sigmoid_backward, lambda dy, y: (dy, y)),
-            loop=lambda: ("sigmoid", 0.0),
-        ),
+        native=Native(torch.sigmoid_, (aten.sigmoid_backward, lambda dy, y: (dy, y)), loop=("sigmoid", 0.0)),
     ),
     Row(
         "elu",
@@ -229,7 +224,7 @@ TABLE = (
             aten.elu_.default,
             (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1, True, y)),
             lambda dy, z, alpha: aten.elu_backward(dy, alpha, 1, 1, False, z),
-            loop=lambda alpha: ("elu", alpha),
+            loop=("elu", "alpha"),
         ),
     ),
     Row(
@@ -261,14 +256,10 @@ TABLE = (
         F.softplus,
         {"beta": 1.0, "threshold": 20.0},
         derivative_given_output=lambda y, beta, threshold: -torch.expm1(-beta * y),
-        parameter_refusal=lambda beta, threshold: (
-            None
-            if _is_seamless(beta, threshold)
-            else f"with beta = {beta:g} and threshold = {threshold:g} the straight part overlaps the curved one"
-        ),
+        parameter_refusal=_given_seamless,
         inverse=lambda y, beta, threshold: y + torch.log(-torch.expm1(-beta * y)) / beta,
         stands_for=((nn.Softplus, {}), (F.softplus, {})),
-        native=Native(loop=lambda beta, threshold: ("softplus", beta) if _is_seamless(beta, threshold) else None),
+        native=Native(loop=("softplus", "beta")),
     ),
     Row(
         "logsigmoid",
@@ -276,7 +267,7 @@ TABLE = (
         derivative_given_output=lambda y: -torch.expm1(y),
         inverse=lambda y: y - torch.log(-torch.expm1(y)),
         stands_for=((nn.LogSigmoid, {}), (F.logsigmoid, {})),
-        native=Native(loop=lambda: ("logsigmoid", 0.0)),
+        native=Native(loop=("logsigmoid", 0.0)),
     ),
     Row(
         "softsign",
@@ -296,52 +287,40 @@ TABLE = (
         "gelu",
         _gelu,
         derivative_given_output="fold",
-        inverse="fold",
         stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
-        native=Native(
-            gradient_given_input=aten.gelu_backward.default,
-            loop=lambda: ("gelu", 0.0),
-        ),
+        native=Native(gradient_given_input=aten.gelu_backward.default, loop=("gelu", 0.0)),
     ),
     Row(
         "gelu_tanh",
         _gelu_tanh,
         derivative_given_output="fold",
-        inverse="fold",
         stands_for=((nn.GELU, {"approximate": "tanh"}), (F.gelu, {"approximate": "tanh"})),
         also_called=("gelu_new", "gelu_pytorch_tanh"),  # in configurations of transformers
         native=Native(
             gradient_given_input=functools.partial(aten.gelu_backward.default, approximate="tanh"),
-            loop=lambda: ("gelu_tanh", 0.0),
+            loop=("gelu_tanh", 0.0),
         ),
     ),
     Row(
         "quick_gelu",
         lambda z: z * torch.sigmoid(1.702 * z),
         derivative_given_output="fold",
-        inverse="fold",
-        native=Native(loop=lambda: ("swish", 1.702)),
+        native=Native(loop=("swish", 1.702)),
     ),
     Row(
         "silu",
         F.silu,
         derivative_given_output="fold",
-        inverse="fold",
         stands_for=((nn.SiLU, {}), (F.silu, {})),
         also_called=("swish",),
-        native=Native(
-            aten.silu_.default,
-            gradient_given_input=aten.silu_backward.default,
-            loop=lambda: ("swish", 1.0),
-        ),
+        native=Native(aten.silu_.default, gradient_given_input=aten.silu_backward.default, loop=("swish", 1.0)),
     ),
     Row(
         "mish",
         _mish,
         derivative_given_output="fold",
-        inverse="fold",
         stands_for=((nn.Mish, {}), (F.mish, {})),
-        native=Native(gradient_given_input=aten.mish_backward.default, loop=lambda: ("mish", 0.0)),
+        native=Native(gradient_given_input=aten.mish_backward.default, loop=("mish", 0.0)),
     ),
     Row(
         "hardswish",
@@ -351,7 +330,7 @@ TABLE = (
         native=Native(
             aten.hardswish_.default,
             gradient_given_input=aten.hardswish_backward.default,
-            loop=lambda: ("hardswish", 0.0),
+            loop=("hardswish", 0.0),
             is_piecewise=True,
         ),
     ),

@@ -2,9 +2,9 @@
 
 The function is pointwise in its first argument, and reads tensors, modules and plain numbers that its closure, its
 globals, its defaults, a partial or attributes show. ``trace_activation`` finds these (``free_variables.py``), traces
-the function, splits the trace into what depends on z and what does not (``partition.py``), and compares the result with
-the original (``verification.py``). The trace serves every function with the same code, numbers and tensor shapes: a
-look-up takes 25 us, a trace a tenth of a second, the analysis of its derivative up to a second.
+the function, splits the trace into a part that depends on z and one that does not (``partition.py``), and compares the
+result with the original (``verification.py``). The trace serves every function with the same code, numbers and tensor
+shapes: a look-up takes 25 us, a trace a tenth of a second, the analysis of its derivative up to a second.
 
 A function that fails any step is left to plain PyTorch, and the log says why, once.
 
@@ -15,13 +15,12 @@ function is left to PyTorch. A function that reads tensors keeps its input, beca
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..derivative.analysis import Analysis, analyse
 from ..utils.caching import BoundedCache
@@ -29,11 +28,9 @@ from ..utils.formatting import with_place
 from .free_variables import FreeVariables, find_variables
 from .partition import Split, example_shape
 from .partition import split as split_trace
-from .recognition import recognise
 from .record import Activation, Row, WithOperands
-from .registration import find_counterexample, find_inaccurate_dtypes
 from .tracing import NotPointwise, muted
-from .verification import verify
+from .verification import recognise, verify
 
 _log = logging.getLogger("fusedlayers")
 
@@ -67,12 +64,10 @@ def trace_activation(
     """
     variables = find_variables(activation.function)
     if variables.refusal is not None:
-        return WithOperands(_unfused(activation, _reason(activation, variables.refusal)))
+        return _left_to_pytorch(activation, variables.refusal)
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     example = example_shape(shape, variables.tensors)
-    stated = None if activation.row is None else activation.row.derivative_given_output
-    stated_key = find_variables(stated).key if callable(stated) else None
-    key = variables.key, activation.row, stated_key, example, dtype, autocast
+    key = variables.key, activation.name, example, dtype, autocast
     traced = _traces.get(key)
     if traced is None:
         try:
@@ -80,18 +75,22 @@ def trace_activation(
             _count((variables.code, kinds, example, dtype, autocast))
             traced = _trace(activation, variables, example, dtype, autocast)
         except NotPointwise as refusal:
-            traced = _Traced(refusal=_reason(activation, str(refusal)))
+            traced = _Traced(refusal=str(refusal))
         _traces.put(key, traced)
     found, split, refused = traced
     if found is None:
-        return WithOperands(_unfused(activation, refused))
+        return _left_to_pytorch(activation, refused)
     if split is None:
         return WithOperands(found)
-    operands = _operands(split, variables.tensors, dtype)
+    wide, tensors = torch.promote_types(dtype, torch.float32), variables.tensors
+    if split.direct is not None:
+        operands = tuple(tensors[i] for i in split.direct)
+    else:
+        operands = split.prologue(*(t.to(wide) if t.is_floating_point() else t for t in tensors))
     if device is not None:
         operands = tuple(p if p.dim() else p.to(device) for p in operands)  # torch combines 0-d tensors with any device
         if any(p.device != device for p in operands):
-            return WithOperands(_unfused(activation, _reason(activation, "its tensors are on another device")))
+            return _left_to_pytorch(activation, "its tensors are on another device")
     return WithOperands(found, operands, next((d for d in split.dims if d is not None), None))
 
 
@@ -108,25 +107,13 @@ def _count(key: Hashable) -> None:
         )
 
 
-def _operands(split: Split, tensors: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    if split.direct is not None:
-        return tuple(tensors[i] for i in split.direct)
-    wide = torch.promote_types(dtype, torch.float32)
-    operands: tuple[Tensor, ...] = split.prologue(*(t.to(wide) if t.is_floating_point() else t for t in tensors))
-    return operands
-
-
-def _unfused(activation: Activation, reason: str) -> Activation:
-    return replace(activation, fallback_reason=reason, needs_tracing=False)
-
-
-def _reason(activation: Activation, why: str) -> str:
-    """The reason as a sentence, logged if it is new."""
+def _left_to_pytorch(activation: Activation, why: str) -> WithOperands:
+    """The activation with its reason as a sentence, which is logged if it is new."""
     reason = f"{with_place(activation.name, activation.function)} is left to PyTorch because {why}"
     if _logged.get(reason) is None:
         _logged.put(reason, True)
         _log.warning("fusedlayers: %s", reason)
-    return reason
+    return WithOperands(replace(activation, fallback_reason=reason, needs_tracing=False))
 
 
 def _trace(
@@ -139,25 +126,16 @@ def _trace(
     """
     split = split_trace(variables, example, dtype)
     saved, with_output = verify(variables, split, example, dtype, autocast)
-    equal = recognise(split.body) if activation.row is None and not split.dims else None
+    equal = None if split.dims else recognise(split.body)
     if equal is not None:
-        return _Traced(replace(equal, writes_argument=True) if split.writes_argument else equal)
+        return _Traced(equal)
     if not saved:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
-    row = activation.row or Row(activation.name, split.body)
-    if split.dims:
-        found = Activation(activation.name, split.body, operand_dims=split.dims, is_traced=True)
-    elif row.derivative_given_output is None:
+    row = None
+    if not split.dims:
         # Made once for all shapes and dtypes, because it takes up to a second.
         analysis = _analyses.get(variables.key) or _analyses.put(variables.key, analyse(split.body))
-        row = replace(row, derivative_given_output=analysis)
-        found = Activation(activation.name, split.body, activation.parameters, row, is_traced=True)
-    else:  # registration checked what is stated for the default parameters only
-        wrong = find_counterexample(row, activation.parameters)
-        if wrong is not None:
-            raise NotPointwise(wrong)
-        row = replace(row, dtype_refusals=find_inaccurate_dtypes(row, activation.parameters))
-        found = replace(activation, row=row, needs_tracing=False)
+        row = Row(activation.name, split.body, derivative_given_output=analysis)
+    found = Activation(activation.name, split.body, row=row, operand_dims=split.dims, is_traced=True)
     keeps_less = found.output_refusal(dtype) is not None and with_output < _BUFFERS_OF_A_LAYER
-    found = replace(found, torch_keeps_less=keeps_less, writes_argument=split.writes_argument)
-    return _Traced(found, split if split.dims else None)
+    return _Traced(replace(found, torch_keeps_less=keeps_less), split if split.dims else None)

@@ -37,7 +37,6 @@ class FreeVariables(NamedTuple):
         tensors: the tensors that the function reads.
         rebind: ``rebind(tensors)`` is the function with its tensors replaced by others. It shares no state with it.
         refusal: why the key cannot be relied on, or None.
-        objects: the functions, modules and sequences that were searched, the function first.
     """
 
     code: Hashable
@@ -45,7 +44,6 @@ class FreeVariables(NamedTuple):
     tensors: tuple[Tensor, ...]
     rebind: Callable[[Sequence[Tensor]], Callable[..., Any]]
     refusal: str | None
-    objects: tuple[object, ...]
 
 
 def find_variables(function: Callable[..., Any]) -> FreeVariables:
@@ -56,7 +54,7 @@ def find_variables(function: Callable[..., Any]) -> FreeVariables:
         search = _Search(names)
         key, make = search.visit(function)
         if search.names_in_code == names:
-            return FreeVariables(code, key, tuple(search.tensors), make, search.refusal, tuple(search.objects))
+            return FreeVariables(code, key, tuple(search.tensors), make, search.refusal)
         names = _names.put(code, search.names_in_code)
 
 
@@ -106,8 +104,8 @@ _CALLED = frozenset(
         *("__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__neg__"),
     }
 )
-#: Code with one of these names reads what it does not name, or what a trace does not show: the process's state, a
-#: tensor's place in the graph and the hooks on it, and streams that are written to.
+#: Code with one of these names reads what it does not name, or what a trace does not show: the process's state, sizes
+#: (of which a trace holds one), a tensor's place in memory and in the graph, the hooks on it, and streams.
 _UNTRACED = frozenset(
     {
         *("getattr", "hasattr", "setattr", "delattr", "attrgetter", "vars", "__dict__", "globals", "locals", "eval"),
@@ -117,6 +115,7 @@ _UNTRACED = frozenset(
         *("get_parameter", "get_buffer", "get_submodule"),
         *("is_autocast_enabled", "is_autocast_cpu_enabled", "get_autocast_dtype", "is_inference_mode_enabled"),
         *("is_compiling", "is_dynamo_compiling", "get_default_dtype", "get_default_device"),
+        *("shape", "size", "numel", "nelement", "nbytes", "is_contiguous", "stride", "is_cuda", "is_cpu"),
         *("storage_offset", "data_ptr", "is_grad_enabled", "requires_grad", "is_leaf", "grad_fn", "retain_grad"),
         *("register_hook", "register_multi_grad_hook", "print", "write", "warn"),
     }
@@ -132,7 +131,6 @@ class _Search:
     def __init__(self, names: frozenset[str]) -> None:
         self.names, self.names_in_code = names, names
         self.tensors: list[Tensor] = []
-        self.objects: list[object] = []  # held, so that their addresses stay theirs
         self.refusal: str | None = None
         self._indices: dict[int, int] = {}
         self._seen: dict[int, tuple[int, Make]] = {}
@@ -148,17 +146,17 @@ class _Search:
             return ("reference", number), make
         if _is_definition(value):
             return value, lambda tensors: value
-        visits = _VISITS.get(type(value)) or next((v for kind, v in _VISITS.items() if isinstance(value, kind)), None)
-        if visits is None:
-            kind = type(getattr(value, "__self__", value)).__name__  # of a built-in method its object's
-            self._refuse(f"it reads a {kind}, which is no tensor, module, function or plain number")
-            return None, lambda tensors: value
+        taken_apart = next((f for kind, f in _TAKEN_APART.items() if isinstance(value, kind)), _Search._refused)
         number = len(self._seen)
         self._seen[id(value)] = number, lambda tensors: value  # in a cycle the object itself
-        self.objects.append(value)
-        key, make = visits(self, value)
+        own, parts, build = taken_apart(self, value)
+        visited = [{name: self.visit(part) for name, part in named.items()} for named in parts]
+
+        def make(tensors: Sequence[Tensor]) -> Any:
+            return build(*({name: made(tensors) for name, (_, made) in named.items()} for named in visited))
+
         self._seen[id(value)] = number, make
-        return key, make
+        return (own, *(tuple((name, key) for name, (key, _) in named.items()) for named in visited)), make
 
     def _refuse(self, reason: str | None) -> None:
         self.refusal = self.refusal or reason
@@ -166,24 +164,17 @@ class _Search:
     def _tensor(self, tensor: Tensor) -> tuple[Hashable, Make]:
         if type(tensor) not in (Tensor, nn.Parameter):
             self._refuse(f"it reads a {type(tensor).__name__}")
-            return None, lambda tensors: tensor
         index = self._indices.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
         return (index, tuple(tensor.shape), tensor.dtype, tensor.requires_grad), lambda tensors: tensors[index]
 
-    def _parts(self, parts: Mapping[Any, Any]) -> tuple[Hashable, Callable[..., dict[Any, Any]]]:
-        """Visit the values of a dict, which is made anew as a dict."""
-        if not parts:
-            return (), lambda tensors: {}
-        visited = {name: self.visit(value) for name, value in parts.items()}
-        key = tuple((name, key) for name, (key, _) in visited.items())
-        return key, lambda tensors: {name: make(tensors) for name, (_, make) in visited.items()}
-
     def _named(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return {name: values[name] for name in sorted(self.names & values.keys())}
 
-    def _function(self, function: types.FunctionType) -> tuple[Hashable, Make]:
+    # Each of these returns the value's own part of the key, its parts, and how it is built anew from such parts.
+
+    def _function(self, function: types.FunctionType) -> _Apart:
         code, scope, cells = function.__code__, function.__globals__, function.__closure__ or ()
         # Of a package's function only the closure counts: a decorator's holds the function that it decorates.
         names = frozenset() if _is_installed(code) else names_in(code)
@@ -196,12 +187,8 @@ class _Search:
         for i, cell in enumerate(cells):
             with contextlib.suppress(ValueError):  # the variable has not been set
                 closure[i] = cell.cell_contents
-        read = {name: scope[name] for name in sorted(names & scope.keys())}
-        defaults, keywords = dict(enumerate(function.__defaults__ or ())), function.__kwdefaults__ or {}
-        parts = [self._parts(part) for part in (closure, read, defaults, keywords, self._named(vars(function)))]
 
-        def rebuild(tensors: Sequence[Tensor]) -> Any:
-            cells_of, globals_of, defaults_of, keywords_of, attributes_of = (make(tensors) for _, make in parts)
+        def build(cells_of: Any, globals_of: Any, defaults_of: Any, keywords_of: Any, attributes_of: Any) -> Any:
             made = types.FunctionType(
                 code,
                 {**scope, **globals_of},
@@ -213,26 +200,19 @@ class _Search:
             vars(made).update({**vars(function), **attributes_of})
             return made
 
-        return (code, *(key for key, _ in parts)), rebuild
+        read = {name: scope[name] for name in sorted(names & scope.keys())}
+        defaults, keywords = dict(enumerate(function.__defaults__ or ())), function.__kwdefaults__ or {}
+        return code, (closure, read, defaults, keywords, self._named(vars(function))), build
 
-    def _partial(self, partial: functools.partial[Any]) -> tuple[Hashable, Make]:
-        parts = (partial.func, *partial.args, *partial.keywords.values())
-        key, make = self._parts(dict(enumerate(parts)))
-        count = len(partial.args)
+    def _partial(self, partial: functools.partial[Any]) -> _Apart:
+        positional = dict(enumerate((partial.func, *partial.args)))
+        return "partial", (positional, partial.keywords), lambda p, k: functools.partial(*p.values(), **k)
 
-        def rebuild(tensors: Sequence[Tensor]) -> Any:
-            function, *made = make(tensors).values()
-            keywords = dict(zip(partial.keywords, made[count:], strict=True))
-            return functools.partial(function, *made[:count], **keywords)
-
-        return ("partial", count, tuple(partial.keywords), key), rebuild
-
-    def _method(self, method: types.MethodType) -> tuple[Hashable, Make]:
+    def _method(self, method: types.MethodType) -> _Apart:
         self._bypassed.add(id(method.__self__))  # a module whose method is called is not called itself
-        key, make = self._parts({0: method.__func__, 1: method.__self__})
-        return ("method", key), lambda tensors: types.MethodType(*make(tensors).values())
+        return "method", ({0: method.__func__, 1: method.__self__},), lambda p: types.MethodType(*p.values())
 
-    def _module(self, module: nn.Module) -> tuple[Hashable, Make]:
+    def _module(self, module: nn.Module) -> _Apart:
         """The attributes that the code of its class names; all of them, if a package's code may read them."""
         if id(module) not in self._bypassed:
             self._refuse(must_call_reason(module))
@@ -241,49 +221,53 @@ class _Search:
         held: list[Mapping[str, Any]] = [own, *(vars(module)[part] for part in _MODULE_PARTS)]
         if len(user_classes(kind)) == len(kind.__mro__) - 2:  # all but nn.Module and object
             held = [self._named(values) for values in held]
-        parts = [self._parts(values) for values in held]
 
-        def rebuild(tensors: Sequence[Tensor]) -> Any:
+        def build(own_of: Any, *parts_of: Any) -> Any:
             made = object.__new__(kind)
-            own_of, *held_of = (make(tensors) for _, make in parts)
-            registered = {n: {**vars(module)[n], **of} for n, of in zip(_MODULE_PARTS, held_of, strict=True)}
+            registered = {n: {**vars(module)[n], **of} for n, of in zip(_MODULE_PARTS, parts_of, strict=False)}
             vars(made).update({**vars(module), **own_of, **registered})
             return made
 
-        return (kind, *(key for key, _ in parts), self._members(kind)), rebuild
+        return kind, (*held, *self._members(kind)), build
 
-    def _class(self, kind: Any) -> tuple[Hashable, Make]:
+    def _class(self, kind: Any) -> _Apart:
         if issubclass(kind, torch.autograd.Function):
             self._refuse(OWN_BACKWARD)
         elif not issubclass(kind, nn.Module):
             self._refuse(f"it reads the class {kind.__name__}")
-        return (kind, self._members(kind)), lambda tensors: kind
+        return kind, self._members(kind), lambda *_: kind
 
-    def _members(self, kind: type) -> Hashable:
-        """The key of the methods and attributes of the program's own classes that the code names."""
+    def _members(self, kind: type) -> Sequence[Mapping[str, Any]]:
+        """The methods and attributes of the program's own classes that the code names."""
         # Looked up at every call, because they may be set like an object's.
-        return tuple(self._parts(self._named(vars(base)))[0] for base in user_classes(kind))
+        return [self._named(vars(base)) for base in user_classes(kind)]
 
-    def _sequence(self, values: Any) -> tuple[Hashable, Make]:
+    def _sequence(self, values: Any) -> _Apart:
         kind = type(values)
-        if kind not in (tuple, list) or len(values) > _LONGEST:
-            self._refuse(f"it reads a {kind.__name__} of {len(values)} values; let it read a tensor")
-            return None, lambda tensors: values
-        key, make = self._parts(dict(enumerate(values)))
-        return (kind, key), lambda tensors: kind(make(tensors).values())
+        if kind in (tuple, list) and len(values) <= _LONGEST:
+            return kind, (dict(enumerate(values)),), lambda p: kind(p.values())
+        self._refuse(f"it reads a {kind.__name__} of {len(values)} values; let it read a tensor")
+        return None, (), lambda: values
 
-    def _namespace(self, space: types.ModuleType) -> tuple[Hashable, Make]:
-        return (space, self._parts(self._named(vars(space)))[0]), lambda tensors: space
+    def _namespace(self, space: types.ModuleType) -> _Apart:
+        return space, (self._named(vars(space)),), lambda _: space
+
+    def _refused(self, value: object) -> _Apart:
+        kind = type(getattr(value, "__self__", value)).__name__  # of a built-in method its object's
+        self._refuse(f"it reads a {kind}, which is no tensor, module, function or plain number")
+        return None, (), lambda: value
 
 
-_VISITS: dict[Any, Callable[[_Search, Any], tuple[Hashable, Make]]] = {
+#: A value's own part of the key, its parts by their names, and a function that builds the value from such parts.
+_Apart = tuple[Hashable, Sequence[Mapping[Any, Any]], Callable[..., Any]]
+
+_TAKEN_APART: dict[Any, Callable[[_Search, Any], _Apart]] = {
     types.FunctionType: _Search._function,
     functools.partial: _Search._partial,
     types.MethodType: _Search._method,
     nn.Module: _Search._module,
     type: _Search._class,
-    tuple: _Search._sequence,
-    list: _Search._sequence,
+    (tuple, list): _Search._sequence,
     types.ModuleType: _Search._namespace,
 }
 

@@ -4,7 +4,8 @@ The *prologue* depends only on the tensors (a sigmoid of a trainable order, gamm
 before the kernel, under autograd, on tensors of one number or of one number per channel. The *body* is a pointwise
 function of z and of the prologue's results, its *operands*. Fused kernels compute the body.
 
-What it does not do: tensors that run along more than one dimension, or integer tensors combined with z, are refused.
+What it does not do: tensors that run along more than one dimension, or integer tensors combined with z, are refused,
+and functions that write over their argument.
 """
 
 from __future__ import annotations
@@ -17,18 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch import LOCAL_SCALAR, PRELU, TO_COPY
-from .decompositions import to_single_results
+from .._torch import LOCAL_SCALAR, PRELU
 from .free_variables import FreeVariables
-from .tracing import (
-    EXPANDING,
-    FILL_VALUES,
-    TORCH_CALLS,
-    NotPointwise,
-    aten_graph,
-    eliminate_common_subexpressions,
-    name_of,
-)
+from .tracing import COPIES, TORCH_CALLS, NotPointwise, aten_graph, name_of, simplified, to_single_results
 
 aten = torch.ops.aten
 
@@ -42,8 +34,6 @@ class Split(NamedTuple):
     dims: tuple[int | None, ...]
     #: The indices of the function's tensors that are the operands, if the prologue computes nothing; else None.
     direct: tuple[int, ...] | None
-    #: Whether the function writes over z.
-    writes_argument: bool
 
 
 #: Sizes for the dimensions that no tensor of the function shares. They are even: splitting an odd dimension in halves
@@ -58,27 +48,23 @@ def example_shape(shape: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[in
     return tuple(size if size in taken else next(free) for size in shape)
 
 
-#: What does nothing if the result has the shape of the argument, but holds sizes.
-_RESHAPING = {aten.view.default, aten.view_copy.default, *EXPANDING}
-_CASTS = {TO_COPY.default, aten.alias.default, aten.clone.default, aten.detach_copy.default, aten.detach.default}
-#: Pointwise operations without torch's tag ``pointwise``; leaky_relu is one of torch 2.11.
-_ALSO_POINTWISE = (
-    {PRELU.default, aten.hardswish.default, aten.leaky_relu.default, aten.rsub.Tensor} | _CASTS | _RESHAPING
-)
-
-
 def split(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> Split:
     """Trace a function for z of the shape ``example``, in the dtype that layers compute in, and split the trace.
 
     Raises:
-        NotPointwise: the function cannot be traced, is not pointwise, or computes something else in ``dtype``.
+        NotPointwise: the function cannot be traced, is not pointwise, has effects, or computes something else in
+            ``dtype``.
     """
     wide = torch.promote_types(dtype, torch.float32)
     module = _traced(variables, example, wide)
     if wide is not dtype and _numbers(module) != _numbers(_traced(variables, example, dtype)):
         raise NotPointwise(f"it does with {dtype} something else than with {wide}, in which layers compute")
-    eliminate_common_subexpressions(module.graph)
-    return _Splitter(module, example).split([_like(tensor, wide) for tensor in variables.tensors])
+    _refuse_effects(module.graph)
+    parts = _Parts(simplified(module, for_autograd=True), example)
+    body, prologue = parts.finished()
+    dims = _dims(prologue, [_like(tensor, wide) for tensor in variables.tensors])
+    operands = [parts.tensors.index(node) for node in parts.operands if node in parts.tensors]
+    return Split(body, prologue, dims, tuple(operands) if len(operands) == len(dims) else None)
 
 
 def _traced(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype) -> GraphModule:
@@ -89,97 +75,100 @@ def _traced(variables: FreeVariables, example: tuple[int, ...], dtype: torch.dty
     )
 
 
+def _like(tensor: Tensor, wide: torch.dtype) -> Tensor:
+    return torch.zeros(tensor.shape, dtype=wide if tensor.is_floating_point() else tensor.dtype, device="cpu")
+
+
 def _numbers(module: GraphModule) -> list[tuple[str, tuple[float, ...]]]:
     """The operations of a trace, casts left out, with the numbers among their arguments."""
     return [
         (_name(node), tuple(a for a in node.args if isinstance(a, (bool, int, float))))
         for node in module.graph.nodes
-        if node.op == "call_function" and node.target not in _CASTS
+        if node.op == "call_function" and node.target not in COPIES
     ]
 
 
-def _like(tensor: Tensor, wide: torch.dtype) -> Tensor:
-    return torch.zeros(tensor.shape, dtype=wide if tensor.is_floating_point() else tensor.dtype, device="cpu")
+def _refuse_effects(graph: Graph) -> None:
+    nodes = list(graph.nodes)
+    for node in nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            raise NotPointwise(f"it is random ({_name(node)})")
+    for node in nodes:
+        if node.target is LOCAL_SCALAR.default:
+            raise NotPointwise("it turns a tensor into a number (item())")
+        if node.target is aten.copy_.default:
+            is_argument = node.args[0] is nodes[0]
+            changed = "writes over its argument; use inplace=False" if is_argument else "changes a tensor that it holds"
+            raise NotPointwise(f"it {changed}")
 
 
-class _Splitter:
-    """Copies each node of a trace into the body or the prologue."""
+#: Pointwise operations without torch's tag ``pointwise``; leaky_relu is one of torch 2.11.
+_ALSO_POINTWISE = {PRELU.default, aten.hardswish.default, aten.leaky_relu.default, aten.rsub.Tensor, *COPIES}
+
+
+class _Parts:
+    """The nodes of a simplified trace, copied into a body or a prologue.
+
+    Attributes:
+        body, prologue: the graphs.
+        tensors: the placeholders of the function's tensors.
+        operands: the nodes whose values the body takes from the prologue, with their placeholders in the body.
+    """
 
     def __init__(self, module: GraphModule, example: tuple[int, ...]) -> None:
-        self.module, self.example = module, example
-        self.z, *self.tensors = (node for node in module.graph.nodes if node.op == "placeholder")
         self.body, self.prologue = Graph(), Graph()
-        #: Nodes that depend on z, and nodes that depend on tensors only, with their copies; and the values of others.
-        self.varying: dict[Node, Node] = {self.z: self.body.placeholder("z")}
-        self.uniform: dict[Node, Node] = {t: self.prologue.placeholder(t.name) for t in self.tensors}
-        self.values: dict[Node, Tensor] = {}
+        z, *self.tensors = (node for node in module.graph.nodes if node.op == "placeholder")
         self.operands: dict[Node, Node] = {}
-        #: Expanded nodes, with what they expand: an operand is passed unexpanded.
-        self.narrow: dict[Node, Node] = {}
-        self.writes_argument = False
-
-    def split(self, tensors: Sequence[Tensor]) -> Split:
-        for node in self.module.graph.nodes:
-            if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                raise NotPointwise(f"it is random ({_name(node)})")
-        for node in self.module.graph.nodes:
+        #: Nodes that depend on z, and on tensors only, with their copies; and the values of all others.
+        self._varying: dict[Node, Node] = {z: self.body.placeholder("z")}
+        self._uniform: dict[Node, Node] = {t: self.prologue.placeholder(t.name) for t in self.tensors}
+        self._values: dict[Node, Tensor] = {}
+        for node in module.graph.nodes:
             if node.op == "call_function":
-                self._place(node)
+                self._place(node, example)
             elif node.op == "get_attr":
-                value = getattr(self.module, str(node.target))
-                self.values[node] = getattr(value, "constant", value)  # where a fake tensor holds its numbers
-        (result,) = node.args
-        if not isinstance(result, Node) or result.meta["val"].shape != self.example:
+                value = getattr(module, str(node.target))
+                self._values[node] = getattr(value, "constant", value)  # where a fake tensor holds its numbers
+        (result,) = node.args  # of the last node, the output
+        if not isinstance(result, Node) or result.meta["val"].shape != example:
             raise NotPointwise("it does not return one tensor of its argument's shape")
-        if result not in self.varying:
+        if result not in self._varying:
             raise NotPointwise("its result does not depend on its argument")
-        self.body.output(self._in_body(result))
-        self.prologue.output(tuple(self.uniform[node] for node in self.operands))
-        for copy in self.prologue.nodes:  # it runs at every call of a layer
-            target: Any = copy.target
-            copy.target = TORCH_CALLS.get(getattr(target, "overloadpacket", None), target)
-        prologue = _finished(self.prologue)
-        dims = _dims(prologue, tensors)
-        is_direct = all(node in self.tensors for node in self.operands)
-        direct = tuple(self.tensors.index(node) for node in self.operands) if is_direct else None
-        return Split(_finished(self.body), prologue, dims, direct, self.writes_argument)
+        self.body.output(self._varying[result])
+        self.prologue.output(tuple(self._uniform[node] for node in self.operands))
 
-    def _place(self, node: Node) -> None:
+    def finished(self) -> tuple[GraphModule, GraphModule]:
+        """The body and the prologue."""
+        for node in self.prologue.nodes:  # it runs at every call of a layer
+            target: Any = node.target
+            node.target = TORCH_CALLS.get(getattr(target, "overloadpacket", None), target)
+        for graph in (self.body, self.prologue):
+            graph.eliminate_dead_code()
+            graph.lint()
+        return GraphModule(nn.Module(), self.body), GraphModule(nn.Module(), self.prologue)
+
+    def _place(self, node: Node, example: tuple[int, ...]) -> None:
         target: Any = node.target
-        inputs = node.all_input_nodes
-        if target is aten.copy_.default:
-            if node.args[0] is not self.z:
-                raise NotPointwise("it changes a tensor that it holds")
-            self.writes_argument = True  # which the layer may allow: it decides whether z is overwritten
-        elif target is LOCAL_SCALAR.default:
-            raise NotPointwise("it turns a tensor into a number (item())")
-        elif target in FILL_VALUES and isinstance(fill := FILL_VALUES[target](node), (bool, int, float)):
-            self.values[node] = torch.tensor(fill, dtype=node.meta["val"].dtype)
-        elif any(i in self.varying for i in inputs):
+        if any(i in self._varying for i in node.all_input_nodes):
             pointwise = torch.Tag.pointwise in getattr(target, "tags", ()) or target in _ALSO_POINTWISE
-            if not pointwise or getattr(node.meta.get("val"), "shape", None) != self.example:  # a tuple has no shape
+            if not pointwise or getattr(node.meta.get("val"), "shape", None) != example:  # a tuple has no shape
                 raise NotPointwise(f"{name_of(_name(node))} is not pointwise")
-            is_same = target in _RESHAPING
-            self.varying[node] = self.varying[inputs[0]] if is_same else _copied(self.body, node, self._in_body)
-        elif any(i in self.uniform for i in inputs):
-            if target in EXPANDING:
-                self.narrow[node] = self.narrow.get(inputs[0], inputs[0])
-                self.uniform[node] = self.uniform[inputs[0]]
-            else:
-                self.uniform[node] = _copied(self.prologue, node, self._in_prologue)
+            self._varying[node] = _copied(self.body, node, self._in_body)
+        elif any(i in self._uniform for i in node.all_input_nodes):
+            self._uniform[node] = _copied(self.prologue, node, self._in_prologue)
         else:
-            self.values[node] = target(*torch.fx.map_arg(node.args, self.values.__getitem__), **node.kwargs)
+            self._values[node] = target(*torch.fx.map_arg(node.args, self._values.__getitem__), **node.kwargs)
 
     def _in_body(self, node: Node) -> Node:
-        if node in self.values:
-            return self._constant(self.body, node)
-        return self.varying[node] if node in self.varying else self._operand(node)
+        if node in self._varying:
+            return self._varying[node]
+        return self._constant(self.body, node) if node in self._values else self._operand(node)
 
     def _in_prologue(self, node: Node) -> Node:
-        return self._constant(self.prologue, node) if node in self.values else self.uniform[node]
+        return self._constant(self.prologue, node) if node in self._values else self._uniform[node]
 
     def _constant(self, graph: Graph, node: Node) -> Node:
-        value = self.values[node].unique()
+        value = self._values[node].unique()
         if value.numel() != 1:
             raise NotPointwise(
                 "it makes a tensor of several numbers (or NumPy does); let it read one, such as a module's buffer"
@@ -187,13 +176,20 @@ class _Splitter:
         return graph.call_function(aten.scalar_tensor.default, (value.item(),), {"dtype": value.dtype})
 
     def _operand(self, node: Node) -> Node:
-        node = self.narrow.get(node, node)
         if node not in self.operands:
             if not node.meta["val"].is_floating_point():
                 raise NotPointwise("it combines its argument with a tensor that is not floating")
-            with self.body.inserting_after(list(self.operands.values())[-1] if self.operands else self.varying[self.z]):
+            last = [node for node in self.body.nodes if node.op == "placeholder"][-1]
+            with self.body.inserting_after(last):
                 self.operands[node] = self.body.placeholder(f"p{len(self.operands)}")
         return self.operands[node]
+
+
+def _copied(graph: Graph, node: Node, argument: Callable[[Node], Node]) -> Node:
+    copied = graph.node_copy(node, argument)
+    if copied.target is aten.detach_copy.default:  # detach_copy has no derivative formula, not even 0
+        copied.target = aten.detach.default
+    return copied
 
 
 def _dims(prologue: GraphModule, tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
@@ -214,16 +210,3 @@ def _dims(prologue: GraphModule, tensors: Sequence[Tensor]) -> tuple[int | None,
 def _name(node: Node) -> str:
     _, _, operation = str(node.target).partition(".")
     return operation.split(".")[0] or getattr(node.target, "__name__", "")  # operator.getitem has no overload
-
-
-def _copied(graph: Graph, node: Node, argument: Callable[[Node], Node]) -> Node:
-    copied = graph.node_copy(node, argument)
-    if copied.target is aten.detach_copy.default:  # detach_copy has no derivative formula, not even 0
-        copied.target = aten.detach.default
-    return copied
-
-
-def _finished(graph: Graph) -> GraphModule:
-    graph.eliminate_dead_code()
-    graph.lint()
-    return GraphModule(nn.Module(), graph)

@@ -1,8 +1,7 @@
 """The activation record: one object answers every question about an activation.
 
 ``Row`` is a line of the table (``table.py``): a function with parameters. ``Activation`` is a row with its parameters
-bound. Autograd, the backends, the reports and the tests use only ``Activation``. ``lookup.py`` turns what a user passes
-into one.
+bound, or a user's function. Autograd, the backends, the reports and the tests use only ``Activation``.
 """
 
 from __future__ import annotations
@@ -50,15 +49,15 @@ class Native:
         gradient: the operator that computes ``dy * f'``, and a function of ``(dy, y, **parameters)`` that returns the
             operator's arguments.
         gradient_given_input: ``gradient_given_input(dy, z, **parameters)`` computes ``dy * f'`` from the input.
-        loop: ``loop(**parameters)`` names the function of the compiled loops for CPUs, and its parameter; None where
-            they have none for these parameters.
+        loop: the function of the compiled loops for CPUs, and its parameter: a number, or the name of the row's
+            parameter.
         is_piecewise: the function is a polynomial in pieces. To compute it takes less time than to look it up.
     """
 
     activate_: Function | None = None
     gradient: tuple[Any, Callable[..., tuple[Any, ...]]] | None = None
     gradient_given_input: Function | None = None
-    loop: Callable[..., tuple[str, float] | None] | None = None
+    loop: tuple[str, float | str] | None = None
     is_piecewise: bool = False
 
 
@@ -70,19 +69,17 @@ class Row:
         name: the name that a user passes.
         function: ``function(z, **parameters)`` in torch operations, the single source of the mathematics.
         parameters: names and defaults.
-        derivative_given_output: ``(y, **parameters)``, the derivative in terms of the output. "fold" asks for a fit on
-            both branches; a ``FoldedDerivative`` states both branches; an ``Analysis`` (of a function without
-            parameters) holds what was found. None: backward needs the input.
-        inverse: ``inverse(y, **parameters)``, the input in terms of the output. "fold" asks for a fit on both branches.
-            None where different inputs have the same output.
+        derivative_given_output: ``(y, **parameters)``, the derivative in terms of the output. "fold" asks for fits of
+            the derivative and of the inverse on both branches; a ``FoldedDerivative`` states both branches; an
+            ``Analysis`` (of a function without parameters) holds what was found. None: backward needs the input.
+        inverse: ``inverse(y, **parameters)``, the input in terms of the output. None where different inputs have the
+            same output, or the inverse is fitted.
         flat_levels: the parameters that are outputs of a flat part. Outputs are rounded to their dtype, so
             ``derivative_given_output`` and ``native.gradient`` receive these parameters rounded in the same way.
         parameter_refusal: ``(**parameters)``, why backward needs the input with these parameters, or None.
         stands_for: the torch modules and functions that this row replaces, each with the arguments that select it.
         native: ATen's kernels for it.
         plain: what to call where nothing is fused. Default: the first torch function in ``stands_for``.
-        is_custom: a user registered it. It is traced and checked before it is used, and may be registered again.
-        dtype_refusals: by dtype, why ``derivative_given_output`` is too inaccurate for outputs of that dtype.
         also_called: other names that people know it by.
     """
 
@@ -90,14 +87,12 @@ class Row:
     function: Function
     parameters: Mapping[str, float] = field(default_factory=dict)
     derivative_given_output: Function | FoldedDerivative | Analysis | Literal["fold"] | None = None
-    inverse: Function | Literal["fold"] | None = None
+    inverse: Function | None = None
     flat_levels: tuple[str, ...] = ()
     parameter_refusal: Callable[..., str | None] | None = None
     stands_for: tuple[tuple[Any, Mapping[str, object]], ...] = ()
     native: Native = Native()
     plain: Function | None = None
-    is_custom: bool = False
-    dtype_refusals: Mapping[torch.dtype, str] = field(default_factory=dict)
     also_called: tuple[str, ...] = ()
 
     def bind(self, **parameters: float) -> Activation:
@@ -123,7 +118,7 @@ _NO_ROW = Row("", torch.clone)
 def _bind(row: Row, values: tuple[float, ...]) -> Activation:
     bound = dict(zip(row.parameters, values, strict=True))
     function = functools.partial(row.function, **bound) if bound else row.function
-    return Activation(row.name, function, bound, row, needs_tracing=row.is_custom)
+    return Activation(row.name, function, bound, row)
 
 
 #: The cache is bounded because a parameter may change at every step.
@@ -138,7 +133,7 @@ class Activation:
         name: for messages; unique only among rows of the table.
         function: ``function(z, *operands) -> y``.
         parameters: the numbers that are bound.
-        row: the line of the table; None for a callable that has not been traced.
+        row: the line of the table, or what a trace found, in its form; None for a callable that has not been traced.
         fallback_reason: why the function is left to plain PyTorch, or None where it is fused.
         operand_dims: for each operand the dimension of z, counted from the end, along which it runs; None for an
             operand of one element.
@@ -147,10 +142,8 @@ class Activation:
         is_traced: ``function`` is the trace of a user's callable.
         torch_keeps_less: its output does not determine its derivative, and PyTorch keeps less for it than its input
             and its output, as of ``torch.exp``.
-        writes_argument: the user's code writes over its argument, which nothing here does.
         is_identity: y = z.
         is_folded: the function has a fold, so the saved output carries a branch bit.
-        is_fitted: its derivative in terms of the output is a fit, and no formula of the row.
         plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the
             least.
         needs_input_reason: why no output of any dtype determines the derivative, or None.
@@ -165,11 +158,9 @@ class Activation:
     needs_tracing: bool = False
     is_traced: bool = False
     torch_keeps_less: bool = False
-    writes_argument: bool = False
 
     is_identity: bool = field(init=False)
     is_folded: bool = field(init=False)
-    is_fitted: bool = field(init=False)
     plain: Callable[[Tensor], Tensor] = field(init=False)
     needs_input_reason: str | None = field(init=False)
     _row: Row = field(init=False)
@@ -184,7 +175,6 @@ class Activation:
         set_once("is_identity", self.name == "identity" and self.row is not None and not self.is_traced)
         turns = stated.kind == "folded" if isinstance(stated, Analysis) else isinstance(stated, FoldedDerivative)
         set_once("is_folded", turns or stated == "fold")
-        set_once("is_fitted", self.is_folded or isinstance(stated, Analysis))
         set_once("plain", self._plain())
         set_once("needs_input_reason", self._find_needs_input_reason())
 
@@ -219,7 +209,7 @@ class Activation:
         if self.needs_input_reason is not None:
             return self.needs_input_reason
         stated = self._row.derivative_given_output
-        return stated.output_refusal(dtype) if isinstance(stated, Analysis) else self._row.dtype_refusals.get(dtype)
+        return stated.output_refusal(dtype) if isinstance(stated, Analysis) else None
 
     def fitted_derivative(
         self, dtype: torch.dtype = torch.float32, *, closest: bool = False
@@ -235,19 +225,14 @@ class Activation:
             return stated
         return _fitted(self._row.function, torch.float32 if closest else dtype) if stated == "fold" else None
 
-    def folded_derivative(self, dtype: torch.dtype = torch.float32) -> FoldedDerivative | None:
-        """The fold and the fitted derivative on both its sides, or None without a fold."""
-        fitted = self.fitted_derivative(dtype) if self.is_folded else None
-        return fitted if isinstance(fitted, FoldedDerivative) else None
-
     @property
     def fold(self) -> Fold | None:
         """The fold, or None without one."""
         stated = self._row.derivative_given_output
         if isinstance(stated, Analysis):
             return stated.fold
-        folded = self.folded_derivative()
-        return None if folded is None else folded.fold
+        fitted = self.fitted_derivative() if self.is_folded else None
+        return fitted.fold if isinstance(fitted, FoldedDerivative) else None
 
     def encoded(self, z: Tensor, dtype: torch.dtype) -> Tensor:
         """The output for float32 (or wider) ``z`` as it is saved: with the branch bit of a folded activation."""
@@ -265,36 +250,32 @@ class Activation:
     def derivative_given_output(self, y: Tensor, dtype: torch.dtype, *, differentiable: bool = False) -> Tensor:
         """The derivative at outputs of ``dtype`` that are upcast to float32 (or float64)."""
         fitted = self.fitted_derivative(dtype)
-        if isinstance(fitted, FoldedDerivative):
-            marked = branch_bit.decode(y.to(torch.float32), dtype)
-            return fitted.differentiable(y, marked) if differentiable else fitted(y, marked)
         if fitted is not None:
-            return fitted(y)
+            evaluated = fitted.differentiable if differentiable else fitted
+            return evaluated(y, self.marked(y, dtype))
         formula: Any = self._row.derivative_given_output
         slope: Tensor = formula(y, **self.rounded_parameters(dtype))
         return slope
 
     @property
     def has_inverse(self) -> bool:
-        """Whether the output determines the input."""
-        return self._row.inverse is not None
+        """Whether the output determines the input, by a formula or a fit."""
+        return self._row.inverse is not None or self._row.derivative_given_output == "fold"
 
     def input_given_output(self, y: Tensor, dtype: torch.dtype, marked: Tensor | None = None) -> Tensor:
         """The input for outputs of ``dtype`` that are upcast to float32 (or float64). ``marked``: on which branch they
         lie, where they do not carry it. Where the row states no inverse, the derivative is fitted."""
+        if self._row.inverse is not None:
+            return self._row.inverse(y, **self.parameters)
         fitted = self.fitted_inverse()
-        formula: Any = self._row.inverse
-        if fitted is None and formula is not None:
-            z: Tensor = formula(y, **self.parameters)
-            return z
         marked = self.marked(y, dtype) if marked is None else marked
         if fitted is not None and marked is not None:
             return fitted(y, marked)
         return input_of(self.function, y, self.fold, marked)
 
     def fitted_inverse(self) -> FoldedInverse | None:
-        """The fit of the inverse, or None where the row states a formula."""
-        return _fitted_inverse(self._row.function) if self._row.inverse == "fold" else None
+        """The fit of the inverse, or None without one."""
+        return _fitted_inverse(self._row.function) if self._row.derivative_given_output == "fold" else None
 
     def rounded_parameters(self, dtype: torch.dtype) -> Mapping[str, float]:
         """The parameters, those in ``flat_levels`` rounded to ``dtype``."""

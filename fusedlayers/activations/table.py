@@ -1,47 +1,46 @@
-"""The table of activations: the rows by name and spelling, and the modules and functions that they stand in for.
+"""The table of activations, and the look-up in it: ``resolve`` turns what a user passes into a record.
 
-``builtin.py`` fills it, ``registration.py`` adds the users' functions, and ``lookup.py`` reads it.
+``builtin.py`` fills the table with rows, and ``activation`` adds the names of users' functions.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar, overload
 
-from .record import Activation, Function, Row
+from torch import Tensor, nn
 
-_rows: dict[str, Row] = {}
-#: Each row with its default parameters.
+from ..utils.formatting import described
+from .free_variables import must_call_reason
+from .record import Activation, Row
+
+F = TypeVar("F", bound=Callable[..., Tensor])
+
+#: Each row with its default parameters, and users' functions.
 by_name: dict[str, Activation] = {}
-#: Names by how they are spelled (``spelled``). Those that users register may share a spelling.
-by_spelling: dict[str, tuple[str, ...]] = {}
-#: By replaced module or function: the row, the arguments that select it, and the arguments that have no default.
-stand_ins: dict[Any, list[tuple[Row, Mapping[str, object], frozenset[str]]]] = {}
+#: Names by how they are spelled (``spelled``).
+by_spelling: dict[str, str] = {}
+#: By replaced module or function: the row, and the arguments that select it.
+stand_ins: dict[Any, list[tuple[Row, Mapping[str, object]]]] = {}
 
 
-def register(row: Row) -> Row:
-    """Add a row to the table, so that ``resolve`` finds its name and what it stands for.
+def activations() -> tuple[str, ...]:
+    """The names of all registered activations."""
+    return tuple(by_name)
 
-    Raises:
-        ValueError: the name is taken. (A user's function may be registered again, as a notebook's cell does that runs
-            twice.)
-    """
-    old = _rows.get(row.name)
-    if old is not None:
-        if not (old.is_custom and row.is_custom and _defined_at(old.function) == _defined_at(row.function)):
-            raise ValueError(f"activation {row.name!r} is already registered; name= gives this one another name")
-        for entries in stand_ins.values():
-            entries[:] = [entry for entry in entries if entry[0] is not old]
-    else:
-        for spelling in map(spelled, (row.name, *row.also_called)):
-            by_spelling[spelling] = (*by_spelling.get(spelling, ()), row.name)
-    _rows[row.name] = row
-    by_name[row.name] = row.bind()
-    for target, arguments in row.stands_for:
-        register_stand_in(row.name, target, arguments)
-    return row
+
+def rows() -> tuple[Row, ...]:
+    """The lines of the table, in their order."""
+    return tuple(found.row for found in by_name.values() if found.row is not None)
+
+
+def bound(name: str, parameters: Mapping[str, float]) -> Activation:
+    """The row of that name with these parameters."""
+    row = by_name[name].row
+    assert row is not None
+    return row.bind(**parameters)
 
 
 def spelled(name: str) -> str:
@@ -50,33 +49,185 @@ def spelled(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _defined_at(function: Function) -> tuple[object, object]:
-    return getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+# --- registering ------------------------------------------------------------------------------------------------------
+
+
+def register(row: Row) -> Row:
+    """Add a row to the table, so that ``resolve`` finds its name and what it stands for.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    _add(row.bind(), *row.also_called)
+    for target, arguments in row.stands_for:
+        register_stand_in(row.name, target, arguments)
+    return row
 
 
 def register_stand_in(name: str, target: Any, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
     """Let ``resolve`` replace ``target`` by the row of that name wherever ``arguments`` match."""
-    stand_ins.setdefault(target, []).append((_rows[name], arguments, _required(target)))
+    row = by_name[name].row
+    assert row is not None
+    stand_ins.setdefault(target, []).append((row, arguments))
 
 
-def _required(target: Any) -> frozenset[str]:
-    """The arguments without a default of a function, its tensor left out."""
-    if not inspect.isfunction(target):  # a module, whose attributes hold all values, or a builtin with defaults
-        return frozenset()
-    arguments = list(inspect.signature(target).parameters.values())[1:]
-    return frozenset(a.name for a in arguments if a.default is a.empty and a.kind is a.POSITIONAL_OR_KEYWORD)
+def _add(added: Activation, *also_called: str) -> None:
+    names = (added.name, *also_called)
+    for name in names:
+        taken = by_spelling.get(spelled(name))
+        if taken is not None and not _is_again(by_name[taken], added):
+            place = "" if taken == name else f" as {taken!r}"
+            raise ValueError(f"activation {name!r} is already registered{place}; name= gives this one another name")
+    by_spelling.update({spelled(name): added.name for name in names})
+    by_name[added.name] = added
 
 
-def bound(name: str, parameters: Mapping[str, float]) -> Activation:
-    """The row of that name with these parameters."""
-    return _rows[name].bind(**parameters)
+def _is_again(old: Activation, new: Activation) -> bool:
+    """Whether a user's function is registered once more, as by a notebook's cell that runs twice."""
+    places = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (old.function, new.function)]
+    return old.row is None and old.name == new.name and places[0] == places[1]
 
 
-def activations() -> tuple[str, ...]:
-    """The names of all registered activations."""
-    return tuple(_rows)
+@overload
+def activation(function: F) -> F: ...
 
 
-def rows() -> tuple[Row, ...]:
-    """The lines of the table, in their order."""
-    return tuple(_rows.values())
+@overload
+def activation(*, name: str | None = None) -> Callable[[F], F]: ...
+
+
+def activation(function: Any = None, *, name: str | None = None) -> Any:
+    """Register a function of tensors as an activation, so that its name can stand for it.
+
+    Args:
+        function: ``function(z) -> y``, pointwise, in torch operations; y has z's shape and dtype. Whatever else it
+            reads is treated as in functions that are passed to a layer as they are.
+        name: the name of the activation; by default the function's.
+
+    Returns:
+        the function itself; or a decorator, if called with ``name`` only.
+
+    Raises:
+        TypeError: not a function, or a function without a name.
+        ValueError: a name that is taken.
+
+    Saved: the output where it determines the derivative, as the library finds out; else the input.
+
+    >>> import torch, fusedlayers as fl
+    >>> @fl.activation
+    ... def two_sided_decay(z):
+    ...     return torch.sign(z) * -torch.expm1(-z.abs())
+    >>> fl.bias_act(torch.tensor([0.0, 1.0]), None, "two_sided_decay")
+    tensor([0.0000, 0.6321])
+    """
+    if function is None:
+        return functools.partial(activation, name=name)
+    if isinstance(function, nn.Module) or not callable(function):
+        hint = "; a module needs no name, pass it to a layer as it is" if isinstance(function, nn.Module) else ""
+        hint = f"; write @activation(name={function!r})" if isinstance(function, str) else hint
+        raise TypeError(f"activation: expected a function, got {type(function).__name__}{hint}")
+    name = str(name or getattr(function, "__name__", _LAMBDA))
+    if name == _LAMBDA:
+        raise TypeError("activation: the function has no name of its own; pass name=")
+    _add(Activation(name, function, needs_tracing=True))
+    return function
+
+
+_LAMBDA = "<lambda>"
+
+
+# --- looking up -------------------------------------------------------------------------------------------------------
+
+
+def resolve(activation: object, function: str = "resolve") -> Activation:
+    """The record for a name, an ``nn.Module``, a torch function, a ``functools.partial``, any callable, or None.
+
+    Names are found as they are written, or else by their spelling: "ReLU" and "leaky-relu" are names too.
+
+    Errors name ``function`` as the function that was called.
+
+    Raises:
+        ValueError: an unknown name; the message lists the known ones.
+        TypeError: an object that cannot be called, or the class of a module.
+    """
+    if isinstance(activation, str):
+        name = by_spelling.get(spelled(activation))
+        return by_name[name if name is not None else _refuse_name(activation, function)]
+    if activation is None:
+        return by_name["identity"]
+    if isinstance(activation, Activation):
+        return activation
+    if isinstance(activation, nn.Module):
+        return _resolve_module(activation)
+    if isinstance(activation, type) and issubclass(activation, nn.Module):
+        name = activation.__name__
+        raise TypeError(f"{function}: activation must be an instance, {name}(...), and not the class {name}")
+    if not callable(activation):
+        hint = ""
+        if "Conv" in function and isinstance(activation, int | tuple):
+            hint = "; other arguments, as stride=2, are keywords"
+        elif isinstance(activation, bool) and "Dense" in function:  # the place of nn.Linear's bias
+            hint = f"; write bias={activation}"
+        raise TypeError(
+            f"{function}: activation must be a name, a module, a function or None, got {described(activation)}{hint}"
+        )
+    return _resolve_function(activation)
+
+
+def _refuse_name(name: str, function: str) -> str:
+    import difflib  # which takes milliseconds, and only an error needs it
+
+    close = difflib.get_close_matches(spelled(name), by_spelling, n=1)
+    listed = f"did you mean {by_spelling[close[0]]!r}? The" if close else "the"
+    raise ValueError(f"{function}: unknown activation {name!r}; {listed} known ones are: {', '.join(activations())}")
+
+
+def _resolve_module(module: nn.Module) -> Activation:
+    # A subclass may compute something else, and a hook must see the call: neither is replaced by a row.
+    reason = must_call_reason(module)
+    if reason is not None:
+        name = _name(module)
+        return Activation(name, module, fallback_reason=f"{name} is left to PyTorch because {reason}")
+    found = activation_of_module(module, vars(type(module)).get("stands_in_for", type(module)))
+    return found if found is not None else Activation(_name(module), module, needs_tracing=True)
+
+
+def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
+    """The record for a module that computes what torch's class ``kind`` computes; None if the table has none."""
+    # Each call of a drop-in module asks. Loops enter no functions, as comprehensions and generators do.
+    for row, arguments in stand_ins.get(kind, ()):
+        parameters = {}
+        for key in row.parameters:
+            value = getattr(module, key)
+            if not isinstance(value, (int, float)):
+                break
+            parameters[key] = value
+        else:
+            for key, expected in arguments.items():
+                if getattr(module, key) != expected:
+                    break
+            else:
+                return row.bind(**parameters) if parameters else by_name[row.name]
+    return None
+
+
+def _resolve_function(function: Callable[..., Any]) -> Activation:
+    keywords: dict[str, Any] = {}
+    target = function
+    if isinstance(function, functools.partial) and not function.args:
+        target, keywords = function.func, dict(function.keywords)
+        keywords.pop("inplace", None)  # the layer decides what is overwritten
+    for row, arguments in stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
+        parameters = {key: value for key, value in keywords.items() if key not in arguments}
+        selected = all(keywords.get(key) == value for key, value in arguments.items())
+        are_numbers = all(isinstance(value, (int, float)) for value in parameters.values())
+        if selected and are_numbers and parameters.keys() <= row.parameters.keys():
+            return row.bind(**parameters)
+    return Activation(_name(function), function, needs_tracing=True)
+
+
+def _name(function: object) -> str:
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", type(function).__name__)
+    return f"{owner.__name__}.{name}" if isinstance(owner, type) else name  # autograd.Function's apply

@@ -4,13 +4,18 @@
 ``trace`` does both, in core ATen, and folds constants into their users: a backend prints the remaining operations in
 its own language. An activation and its vjp take 0.1 s and give 20 to 100 operations.
 
+Torch decomposes most operations into those of core ATen. The decompositions here are of those that torch keeps whole,
+that compute in mixed dtypes, or that torch decomposes with less accuracy than the kernel has.
+
 What it does not do: anything that is not pointwise (reductions, random numbers, data-dependent branches) raises
 ``NotPointwise``, which names the operation.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
+import math
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,29 +27,28 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from .._torch import FAKE_TENSOR_LOGGER, TO_COPY, ensure_cuda_guard, make_fx
+from .._torch import (
+    EFFICIENT_ZEROS,
+    FAKE_TENSOR_LOGGER,
+    PRELU_BACKWARD,
+    TO_COPY,
+    core_decompositions,
+    decompositions_of,
+    elementwise_dtypes,
+    ensure_cuda_guard,
+    make_fx,
+)
 from ..utils.caching import in_clean_state
-from .decompositions import NotPointwise, to_core
 from .free_variables import OWN_BACKWARD
-
-__all__ = [
-    "EXPANDING",
-    "FILL_VALUES",
-    "TORCH_CALLS",
-    "NotPointwise",
-    "Trace",
-    "TracedOperation",
-    "aten_graph",
-    "eliminate_common_subexpressions",
-    "muted",
-    "simplified",
-    "trace",
-]
 
 aten = torch.ops.aten
 
 Argument = str | float | int | bool
 """The name of an input or of an earlier operation, or a constant."""
+
+
+class NotPointwise(ValueError):
+    """A function that does not map each element by itself."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +68,6 @@ class Trace:
     inputs: tuple[str, ...]
     operations: tuple[TracedOperation, ...]
     outputs: tuple[Argument, ...]
-
-
-#: Operations with another name here than in ATen.
-_RENAMED = {"view_copy": "bitcast", TO_COPY.__name__: "cast"}
-#: What people write for them, in messages.
-_SAID = {"local_scalar_dense": "item()", "alias": "a slice"}
-#: The keyword arguments that are handled. An operation with any other one is refused.
-_OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
 
 
 def trace(
@@ -136,74 +132,6 @@ def muted(log: logging.Logger) -> Iterator[None]:
         log.removeFilter(is_other_thread)
 
 
-#: Operations that fill a new tensor with one value, and how to read that value from the node.
-FILL_VALUES: dict[Any, Callable[[Node], Any]] = {
-    aten.empty.memory_format: lambda node: 0,  # uninitialised memory: any number will do
-    aten.empty_like.default: lambda node: 0,
-    aten.empty_permuted.default: lambda node: 0,
-    aten.fill.Scalar: lambda node: node.args[1],
-    aten.full.default: lambda node: node.args[1],
-    aten.full_like.default: lambda node: node.args[1],
-    aten.new_full.default: lambda node: node.args[2],
-    aten.new_ones.default: lambda node: 1,
-    aten.new_zeros.default: lambda node: 0,
-    aten.ones.default: lambda node: 1,
-    aten.ones_like.default: lambda node: 1,
-    aten.scalar_tensor.default: lambda node: node.args[0],
-    aten.zeros.default: lambda node: 0,
-    aten.zeros_like.default: lambda node: 0,
-}
-#: What broadcasting does by itself. The size that they hold is that of the example.
-EXPANDING = {aten.expand.default, aten.expand_copy.default}
-_DETACHING = {aten.alias.default, aten.alias_copy.default, aten.detach.default, aten.detach_copy.default}
-_COPYING = {aten.clone.default, *EXPANDING, *_DETACHING}
-#: These do nothing if their second argument is 1.
-_NEUTRAL = {aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar}
-
-#: The same operations as functions of ``torch``, which take half as long to call.
-TORCH_CALLS: dict[Any, Callable[..., Any]] = {
-    getattr(aten, name): getattr(torch, name)
-    for name in (
-        *("add", "sub", "mul", "div", "neg", "abs", "reciprocal", "sqrt", "pow", "maximum", "minimum", "clamp"),
-        *("exp", "expm1", "log", "log1p", "lgamma", "sigmoid", "tanh", "sin", "cos", "erf", "where"),
-        *("gt", "ge", "lt", "le", "eq", "ne"),
-    )
-}
-
-
-def eliminate_common_subexpressions(graph: Graph) -> None:
-    """Remove repeated computations and multiplications by 1. Gradients stay the same."""
-    seen: dict[str, Node] = {}
-    for node in list(graph.nodes):
-        if node.op != "call_function":
-            continue
-        source = node.args[0] if node.target in _NEUTRAL and node.args[1] == 1 else None
-        if not isinstance(source, Node) or source.meta["val"].dtype is not node.meta["val"].dtype:
-            # By text, because torch's own pass takes 0.0 and -0.0 for equal.
-            source = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
-        if source is not node:
-            node.replace_all_uses_with(source)
-            graph.erase_node(node)
-
-
-def simplified(module: GraphModule) -> GraphModule:
-    """A trace simplified for running without gradients: without detaches, copies and expansions, and with a 0-d tensor
-    for each tensor of equal numbers. It computes the same for all shapes that broadcast."""
-    for node in list(module.graph.nodes):
-        is_same_cast = node.target is TO_COPY.default and node.meta["val"].dtype is node.args[0].meta["val"].dtype
-        if node.target in _COPYING or is_same_cast:
-            node.replace_all_uses_with(node.args[0])
-        elif node.target in FILL_VALUES and isinstance(fill := FILL_VALUES[node.target](node), (bool, int, float)):
-            with module.graph.inserting_before(node):
-                dtype = {"dtype": node.meta["val"].dtype}
-                number = module.graph.call_function(aten.scalar_tensor.default, (fill,), dtype)
-                number.meta = node.meta
-                node.replace_all_uses_with(number)
-    eliminate_common_subexpressions(module.graph)
-    module.graph.eliminate_dead_code()
-    return GraphModule(module, module.graph)
-
-
 def _untraceable_reason(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     if "autograd.Function" in text or "custom_function_call" in text:
@@ -219,8 +147,95 @@ def _untraceable_reason(error: Exception) -> str:
     return f"it cannot be traced: {text.splitlines()[0].partition('. ')[0]}"  # torch's message has paragraphs
 
 
+# --- simplifying ------------------------------------------------------------------------------------------------------
+
+#: Operations that fill a new tensor with one number (uninitialised memory: any will do), or with their argument of this
+#: place.
+_ZEROS = {aten.empty.memory_format, aten.empty_like.default, aten.empty_permuted.default, aten.new_zeros.default,
+          aten.zeros.default, aten.zeros_like.default}  # fmt: skip
+_ONES = {aten.new_ones.default, aten.ones.default, aten.ones_like.default}
+_FILLING_WITH = {aten.fill.Scalar: 1, aten.full.default: 1, aten.full_like.default: 1, aten.new_full.default: 2,
+                 aten.scalar_tensor.default: 0}  # fmt: skip
+_DETACHING = {aten.detach.default, aten.detach_copy.default}
+#: Copies, and what broadcasting does by itself: an expansion holds the size of the example.
+_COPYING = {aten.alias.default, aten.alias_copy.default, aten.clone.default, aten.expand.default,
+            aten.expand_copy.default}  # fmt: skip
+#: Operations that return the values of their argument.
+COPIES = {TO_COPY.default, *_COPYING, *_DETACHING}
+#: These do nothing if the result has the argument's shape.
+_RESHAPING = {aten.view.default, aten.view_copy.default}
+#: These do nothing if their second argument is 1.
+_NEUTRAL = {aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Scalar}
+
+#: The same operations as functions of ``torch``, which take half as long to call.
+TORCH_CALLS: dict[Any, Callable[..., Any]] = {
+    getattr(aten, name): getattr(torch, name)
+    for name in (
+        *("add", "sub", "mul", "div", "neg", "abs", "reciprocal", "sqrt", "pow", "maximum", "minimum", "clamp"),
+        *("exp", "expm1", "log", "log1p", "lgamma", "sigmoid", "tanh", "sin", "cos", "erf", "where"),
+        *("gt", "ge", "lt", "le", "eq", "ne"),
+    )
+}
+
+
+def simplified(module: GraphModule, *, for_autograd: bool = False) -> GraphModule:
+    """A trace without copies, expansions, repetitions and dead operations, and with a 0-d tensor for each tensor of
+    equal numbers. It computes the same for all shapes that broadcast. Its gradients are the same only
+    ``for_autograd``: else what was detached no longer is."""
+    for node in list(module.graph.nodes):
+        if node.op == "call_function" and _does_nothing(node, for_autograd):
+            node.replace_all_uses_with(node.args[0])
+        elif isinstance(fill := _fill_value(node), (bool, int, float)):
+            with module.graph.inserting_before(node):
+                dtype = {"dtype": node.meta["val"].dtype}
+                number = module.graph.call_function(aten.scalar_tensor.default, (fill,), dtype)
+                number.meta = node.meta
+                node.replace_all_uses_with(number)
+    _eliminate_common_subexpressions(module.graph)
+    module.graph.eliminate_dead_code()
+    return GraphModule(module, module.graph)
+
+
+def _does_nothing(node: Node, for_autograd: bool) -> bool:
+    source: Any = node.args[0] if node.args else None
+    if node.target is TO_COPY.default:
+        return node.meta["val"].dtype is source.meta["val"].dtype
+    if node.target in _RESHAPING:
+        return node.meta["val"].shape == source.meta["val"].shape
+    return node.target in _COPYING or (node.target in _DETACHING and not for_autograd)
+
+
+def _fill_value(node: Node) -> Any:
+    if node.target in _ZEROS or node.target in _ONES:
+        return int(node.target in _ONES)
+    return node.args[_FILLING_WITH[node.target]] if node.target in _FILLING_WITH else None
+
+
+def _eliminate_common_subexpressions(graph: Graph) -> None:
+    """Remove repeated computations and multiplications by 1. Gradients stay the same."""
+    seen: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        source = node.args[0] if node.target in _NEUTRAL and node.args[1] == 1 else None
+        if not isinstance(source, Node) or source.meta["val"].dtype is not node.meta["val"].dtype:
+            # By text, because torch's own pass takes 0.0 and -0.0 for equal.
+            source = seen.setdefault(f"{node.target} {node.args} {node.kwargs}", node)
+        if source is not node:
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
 #: A shape that only pointwise operations keep: no dimension of 1, which broadcasts, and no two equal ones.
 _EXAMPLE_SHAPE = (3, 5)
+#: Operations with another name here than in ATen.
+_RENAMED = {"view_copy": "bitcast", TO_COPY.__name__: "cast"}
+#: What people write for them, in messages.
+_SAID = {"local_scalar_dense": "item()", "alias": "a slice"}
+#: The keyword arguments that are handled. An operation with any other one is refused.
+_OPTIONS = {"add": {"alpha"}, "sub": {"alpha"}}
 
 
 def _read(module: GraphModule, inputs: tuple[str, ...]) -> Trace:
@@ -275,3 +290,139 @@ def _operation(node: Node, values: dict[Node, Argument], operations: list[Traced
         if op == "mul" and arguments[other] == 1:
             return arguments[this]  # type: ignore[no-any-return]
     return append(_RENAMED.get(op, op), *arguments)
+
+
+# --- decompositions ---------------------------------------------------------------------------------------------------
+
+Decompositions = dict[Any, Callable[..., Any]]
+
+#: Core ATen keeps these whole. Torch's decompositions of them save the printers from knowing them.
+_MORE_DECOMPOSITIONS = (
+    aten.celu,
+    aten.clamp,
+    aten.elu,
+    aten.elu_backward,
+    aten.hardtanh,
+    aten.hardtanh_backward,
+    aten.leaky_relu,
+    aten.relu,
+    aten.softshrink,
+    aten.threshold,
+    aten.threshold_backward,
+)
+
+
+@functools.cache
+def to_core() -> Decompositions:
+    """Decompositions down to the operations that printers know."""
+    promotions = {
+        overload: _in_one_type(overload, kind)
+        for kind, operators in _PROMOTED.items()
+        for operator in operators
+        for overload in (getattr(operator, name) for name in operator.overloads())
+    }
+    return {**core_decompositions(), **decompositions_of(_MORE_DECOMPOSITIONS), **promotions, **_OWN}
+
+
+@functools.cache
+def to_single_results() -> Decompositions:
+    """Decompositions of operations that return more than one result, or that fill the elements that a mask selects."""
+    return {**decompositions_of([aten.log_sigmoid_forward]), **_FILLING}
+
+
+@functools.cache
+def slow_kernels() -> Decompositions:
+    """Decompositions of operations whose CPU kernels are not vectorised: their parts run faster."""
+    return decompositions_of([PRELU_BACKWARD])
+
+
+#: Operations of core ATen that convert their arguments themselves, by torch's rule of type promotion. Here explicit
+#: casts do, so that printers need no rules for mixed dtypes. float16 and bfloat16 are computed in float32, as kernels
+#: do.
+_PROMOTED = {
+    "DEFAULT": (
+        aten.abs, aten.add, aten.ceil, aten.copysign, aten.floor, aten.fmax, aten.fmin, aten.fmod,
+        aten.maximum, aten.minimum, aten.mul, aten.pow, aten.remainder, aten.round, aten.sign, aten.sub, aten.trunc,
+    ),
+    "INT_TO_FLOAT": (
+        aten.asinh, aten.atan, aten.atanh, aten.cos, aten.cosh,
+        aten.div, aten.erf, aten.erfc, aten.exp, aten.exp2, aten.expm1,
+        aten.log, aten.log10, aten.log1p, aten.log2, aten.reciprocal, aten.rsqrt, aten.sigmoid, aten.sin, aten.sinh,
+        aten.sqrt, aten.tanh,
+    ),
+}  # fmt: skip
+
+
+def _in_one_type(overload: Any, kind: Any) -> Callable[..., Any]:
+    def decomposition(*arguments: Any, **options: Any) -> Any:
+        numbers = [a for a in arguments if isinstance(a, (Tensor, bool, int, float))]
+        computed, result = elementwise_dtypes(*numbers, promotion=kind)
+        if all(a.dtype == computed for a in arguments if isinstance(a, Tensor)):
+            return NotImplemented
+        converted = [a.to(computed) if isinstance(a, Tensor) else a for a in arguments]
+        return overload(*converted, **options).to(result)
+
+    return decomposition
+
+
+def _truth(value: Any) -> Any:
+    return value if value.dtype == torch.bool else value != 0
+
+
+def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
+    return x * _gate(x, approximate)
+
+
+def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
+    gate = _gate(x, approximate)
+    if approximate == "tanh":
+        slope = gate * (1 - gate) * _TANH_SCALE * (1 + 3 * 0.044715 * x * x)
+    else:
+        slope = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    return grad * (gate + x * slope)
+
+
+_TANH_SCALE = 2 * math.sqrt(2 / math.pi)
+
+
+def _gate(x: Tensor, approximate: str) -> Tensor:
+    # As in builtin.py: 1 + erf(x) and 1 + tanh(x) cancel where gelu falls to zero.
+    if approximate == "tanh":
+        return torch.sigmoid(x * _TANH_SCALE * (1 + 0.044715 * x * x))
+    return 0.5 * torch.erfc(x * -math.sqrt(0.5))
+
+
+def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    (mask, *others) = indices
+    if others or accumulate or mask is None or mask.dtype != torch.bool or mask.shape != x.shape or values.dim():
+        return NotImplemented
+    return torch.where(mask, values, x)
+
+
+def _copy(x: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    return source.to(x.dtype, copy=True) if source.shape == x.shape else NotImplemented
+
+
+_FILLING: Decompositions = {
+    aten.copy.default: _copy,
+    aten.index_put.default: _index_put,
+    aten.masked_fill.Tensor: lambda x, mask, value: torch.where(mask, value.to(x.dtype), x),
+}
+
+
+def _zeros(size: Any, **options: Any) -> Tensor:
+    # For uninitialised memory, where any number will do, and for autograd's zero gradients.
+    return torch.full(size, 0, dtype=options.get("dtype"))
+
+
+_OWN: Decompositions = {
+    EFFICIENT_ZEROS.default: _zeros,
+    aten.empty.memory_format: _zeros,
+    aten.gelu.default: _gelu,
+    aten.gelu_backward.default: _gelu_backward,
+    aten.hardshrink_backward.default: lambda grad, x, lambd: torch.where((x >= -lambd) & (x <= lambd), 0.0, grad),
+    aten.logical_and.default: lambda x, y: _truth(x) & _truth(y),
+    aten.logical_not.default: lambda x: ~_truth(x),
+    aten.logical_or.default: lambda x, y: _truth(x) | _truth(y),
+    aten.logical_xor.default: lambda x, y: _truth(x) ^ _truth(y),
+}

@@ -1,50 +1,43 @@
 """``verify``: compare a user's function with its trace before the trace is used, and count what PyTorch keeps of it.
 
 The function is called at about 4096 numbers of another shape than the one that was traced. What a trace cannot express
-is refused: sizes that are read, changing state, random numbers, a result of another dtype. Values and gradients must
-be the trace's. That takes some milliseconds.
+is refused: changing state, a result of another dtype. Values and gradients must be the trace's, in float64, in which
+sums whose terms cancel have digits enough. That takes some milliseconds.
+
+``recognise`` finds the row of the table that a trace is equal to, such as another library's ``gelu``. The function is
+then replaced by the row, with the row's kernels, derivatives and name.
 
 What it does not do: a branch that none of the compared numbers takes goes unnoticed.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch.fx import GraphModule
 
 from .._torch import refuses_hooks
+from ..derivative.features import round_numbers
 from ..utils.caching import in_clean_state
 from ..utils.formatting import first_line
 from ..utils.storages import sizes_of
 from .free_variables import FreeVariables, find_variables
 from .partition import Split
+from .record import Activation
+from .table import by_name
 from .tracing import NotPointwise
 
 #: Special values, and about how many values are compared in all.
 _EDGES = (0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 30.0, -30.0, 1e4, -1e4, math.inf, -math.inf, math.nan)
 _SWEEP = 4096
-_DIFFERS = {
-    "value": "its operations do not give its value, which depends on something else (a shape, changing state)",
-    "gradient": "its operations do not give its gradient: autograd does not see some (no_grad, .data), or PyTorch's "
-    "formula for the gradient of one gives other values than that of its parts",
-}
-#: The accepted difference in units of the dtype's eps. Both sides run the same operations; only the order of a few sums
-#: may differ.
-_UNITS = 64
-#: Of the values and gradients that are compared, the gradient of z; those of tensors, which are sums, follow.
+#: The accepted difference. Both sides run the same operations, some of them perhaps in float32.
+_TOLERANCE = 64 * torch.finfo(torch.float32).eps
+#: Of the values and gradients that are compared, the gradient of z; those of tensors follow.
 _OF_Z = 1
-#: What a trace holds of the example alone.
-_OF_EXAMPLE = frozenset(
-    {
-        *("shape", "size", "numel", "nelement", "__len__", "nbytes", "is_cuda", "is_cpu"),
-        *("is_contiguous", "stride", "storage_offset", "data_ptr"),
-    }
-)
 
 
 @in_clean_state
@@ -55,36 +48,43 @@ def verify(
     the output, which the next layer saves.
 
     Raises:
-        NotPointwise: they differ; or the function raises, reads sizes, changes what it reads, is random, or returns
-            another dtype than its argument's. (Under autocast it may return any dtype.)
+        NotPointwise: they differ; or the function raises, changes what it reads, or returns another dtype than its
+            argument's. (Under autocast it may return any dtype.)
     """
     shape = _other_shape(example, split.dims)
-    kept = _called(variables, shape, dtype, autocast)
-    try:
-        with torch.no_grad():
-            for tried in (torch.float32, torch.float64):  # in which derivatives are found
-                split.body(*torch.zeros(1 + len(split.dims), 4, 6, dtype=tried).unbind())
-    except Exception as error:  # what operations raise on constants of another dtype than the argument's
-        raise NotPointwise(f"it computes in one dtype alone: {first_line(error)}") from error
-    wide = torch.promote_types(dtype, torch.float32)
-    tensors = [t.detach() for t in own_tensors(variables, wide)]
+    kept = _kept_bytes(variables, shape, dtype, autocast)
+    tensors = own_tensors(variables, torch.float64)
     count = math.prod(shape)
-    moderate = torch.linspace(-8, 8, max(1, count), dtype=wide).reshape(shape)
-    extreme = torch.tensor(_EDGES, dtype=wide).repeat(count // len(_EDGES) + 1)[:count].reshape(shape)
-    trained = [t.clone().requires_grad_() if t.is_floating_point() else t for t in tensors]
+    moderate = torch.linspace(-8, 8, max(1, count), dtype=torch.float64).reshape(shape)
+    extreme = torch.tensor(_EDGES).double().repeat(count // len(_EDGES) + 1)[:count].reshape(shape)
+    trained = [t.detach().requires_grad_(t.is_floating_point()) for t in tensors]
     # No gradients of the tensors at extreme values: a sum over these says nothing.
-    for leaves in ([moderate.requires_grad_(), *trained], [extreme.requires_grad_(), *tensors]):
-        differs = _first_difference(variables, split, leaves)
-        if differs is not None and differs > _OF_Z:  # a sum whose terms may cancel: in float64 it has digits enough
-            doubles = [t.detach().double() if t.is_floating_point() else t for t in leaves]
-            doubles = [d.requires_grad_(t.requires_grad) for d, t in zip(doubles, leaves, strict=True)]
-            differs = _first_difference(variables, split, doubles, terms=count)
-        if differs is not None:
-            raise NotPointwise(_DIFFERS["gradient" if differs else "value"])
+    for z, others in ((moderate, trained), (extreme, [t.detach() for t in tensors])):
+        leaves = [z.requires_grad_(), *others]
+        theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
+        try:
+            ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
+        except NotPointwise as error:  # as operations raise on constants of another dtype than the argument's
+            raise NotPointwise(f"it computes in one dtype alone: {first_line(error)}") from error
+        for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            if i == _OF_Z:
+                # Of infinity PyTorch's formula may give an infinite gradient, and that of its parts NaN.
+                a, b = (t.where(z.isfinite() | t.isfinite(), math.nan) for t in (a, b))
+            if a.shape != b.shape or not torch.allclose(
+                a, b, rtol=_TOLERANCE, atol=_TOLERANCE * _largest(a), equal_nan=True
+            ):
+                raise NotPointwise(_DIFFERS["gradient" if i else "value"])
     return kept
 
 
-def _called(
+_DIFFERS = {
+    "value": "its operations do not give its value, which depends on something else (a shape, changing state)",
+    "gradient": "its operations do not give its gradient: autograd does not see some (no_grad, .data), or PyTorch's "
+    "formula for the gradient of one gives other values than that of its parts",
+}
+
+
+def _kept_bytes(
     variables: FreeVariables, shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
 ) -> tuple[float, float]:
     own = own_tensors(variables, None)
@@ -98,20 +98,14 @@ def _called(
         return tensor
 
     try:
-        with _Watching(own), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            y = function(z.clone().requires_grad_() * 1)  # not a leaf: the function may overwrite its argument
-        with torch.no_grad():
-            without_gradients = function(z.clone())
-    except NotPointwise:
-        raise
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = function(z.clone().requires_grad_() * 1)
     except Exception as error:  # whatever a user's function may raise
         if isinstance(error, RuntimeError) and refuses_hooks(error):
             raise NotPointwise("it refuses saved-tensor hooks, as torch.func does") from error
         raise _raised(error) from error
     if find_variables(function).key != before:
         raise NotPointwise("it changes what it reads from call to call")
-    if not torch.equal(y.detach().nan_to_num(), without_gradients.nan_to_num()):
-        raise NotPointwise("what it computes depends on whether gradients are wanted, or on chance")
     if y.dtype is not dtype and not autocast:
         raise NotPointwise(f"it returns {y.dtype} for {dtype}; its tensors may have another dtype than the layer")
     given = sizes_of(own)
@@ -122,42 +116,11 @@ def _called(
     return saved, with_output
 
 
-class _Watching(TorchFunctionMode):
-    """Refuses a function that reads the size of a tensor that is none of ``own``, or where it lies in memory."""
-
-    def __init__(self, own: Sequence[Tensor]) -> None:
-        super().__init__()
-        self.own = own
-
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.__self__.__name__ if function.__name__ == "__get__" else function.__name__
-        if name in _OF_EXAMPLE and not any(args[0] is tensor for tensor in self.own):
-            raise NotPointwise(f"it reads its argument's {name.strip('_')}, of which a trace holds one value")
-        return function(*args, **kwargs or {})
-
-
-def _first_difference(variables: FreeVariables, split: Split, leaves: Sequence[Tensor], terms: int = 0) -> int | None:
-    """The first of the values and gradients that differs, or None. ``terms``: sums of so many, of the size of z's
-    gradients, may differ by what these are rounded by."""
-    theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
-    ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
-    tolerance = _UNITS * torch.finfo(leaves[0].dtype).eps
-    of_sums = math.sqrt(terms) * _largest(theirs[_OF_Z]) if len(theirs) > _OF_Z else 0.0
-    for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-        scale = max(_largest(a), of_sums if i > _OF_Z else 0.0)
-        if i == _OF_Z:
-            # Of infinity PyTorch's formula may give an infinite gradient, and that of its parts NaN.
-            real = leaves[0].isfinite()
-            a, b = (t.where(real | t.isfinite(), math.nan) for t in (a, b))
-        if a.shape != b.shape or not torch.allclose(a, b, rtol=tolerance, atol=scale * tolerance, equal_nan=True):
-            return i
-    return None
-
-
 def _values_and_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The value and the gradients, in float64, of a function that may overwrite its first argument."""
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     try:
-        y = function(leaves[0] * 1, *leaves[1:])
+        y = function(leaves[0] * 1, *leaves[1:]).double()
         weight = torch.linspace(0.5, 1.5, max(1, y.numel()), dtype=y.dtype).reshape(y.shape)
         grads = torch.autograd.grad(y, wanted, weight, allow_unused=True) if y.requires_grad else [None] * len(wanted)
     except Exception as error:  # whatever a user's function may raise
@@ -194,3 +157,50 @@ def _other_shape(example: tuple[int, ...], dims: Sequence[int | None]) -> tuple[
     if free:
         shape[free[0]] = max(2, _SWEEP * 2 // max(1, math.prod(shape)))
     return tuple(shape)
+
+
+# --- equal to a row ---------------------------------------------------------------------------------------------------
+
+#: The accepted difference of values and slopes from a row's, times |z| where that is above 1. Constants are often
+#: written with ten digits.
+_EQUAL = 2e-9
+#: The numbers compared are dense up to here. They reach as far as float32, because a function may be clamped.
+NEAR = 40.0
+
+
+@in_clean_state
+def recognise(body: GraphModule) -> Activation | None:
+    """The activation of the table, with its default parameters, that the trace ``body`` is equal to; or None.
+
+    Values and slopes in float64 must agree with the row's to more digits than float32 holds (``z * sigmoid(z)`` for
+    silu), also at round numbers, where rows have their kinks. Values alone do not suffice: a straight-through estimator
+    (``z.detach() * sigmoid(z)``) has the values of another function.
+    """
+    z, known = _of_rows()
+    y = body(z)
+    if y.dtype is not z.dtype or y.shape != z.shape or not y.requires_grad:
+        return None
+    found = _and_slopes(y, z)
+    size = z.detach().abs()
+    # Far from zero some formulas overflow where the row does not, as ``z / (1 + exp(-z))`` does.
+    overflowed = found.isnan() & (size > NEAR)
+    for activation, expected in known:
+        is_near = (found - expected).abs() <= _EQUAL * size.clamp(min=1)
+        if bool((is_near | (found == expected) | (found.isnan() & expected.isnan()) | overflowed).all()):
+            return activation
+    return None
+
+
+@functools.cache
+def _of_rows() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
+    """The numbers compared, and the values and slopes there of the table's own activations."""
+    far = torch.logspace(math.log10(NEAR), 30, 120, dtype=torch.float64)
+    small = torch.logspace(-30, 0, 150, dtype=torch.float64)
+    near = torch.linspace(-NEAR, NEAR, 4001, dtype=torch.float64), small, -small, torch.tensor([math.nan]).double()
+    z = torch.cat([*near, round_numbers(), far, -far]).requires_grad_()
+    known = [found for found in by_name.values() if found.row is not None and not found.is_identity]
+    return z, [(activation, _and_slopes(activation.plain(z), z)) for activation in known]
+
+
+def _and_slopes(y: Tensor, z: Tensor) -> Tensor:
+    return torch.stack([y.detach(), *torch.autograd.grad(y.sum(), z)])

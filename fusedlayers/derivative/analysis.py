@@ -60,7 +60,6 @@ class Analysis:
             not.
         reason: why, in one sentence.
         fold: the fold, if the kind is "folded".
-        errors: of the derivative, by the dtypes of outputs for which there is a fit.
         refusals: by dtype, why outputs of this dtype are too inaccurate although those of another are not.
         derivatives: the fits, by the dtype of the outputs and the dtype whose accuracy the fit has.
     """
@@ -68,7 +67,6 @@ class Analysis:
     kind: Literal["monotone", "folded", "input"]
     reason: str
     fold: Fold | None = None
-    errors: Mapping[torch.dtype, Errors] = field(default_factory=dict)
     refusals: Mapping[torch.dtype, str] = field(default_factory=dict)
     derivatives: Mapping[tuple[torch.dtype, torch.dtype], Derivative] = field(default_factory=dict, repr=False)
 
@@ -98,25 +96,23 @@ def analyse(function: Function) -> Analysis:
 def _analysed(function: Function, features: Features) -> Analysis:
     fits: dict[torch.dtype, Callable[[torch.dtype], Derivative]] = {}
     derivatives: dict[tuple[torch.dtype, torch.dtype], Derivative] = {}
-    errors, refusals = {}, {}
+    refusals = {}
     for dtype in PRECISIONS:
         try:
             fits[dtype] = _fitted(function, features, dtype)
             for precision in {dtype, torch.float32} & fits.keys():
                 derivatives[dtype, precision] = fits[precision](dtype)
-            derivative = derivatives[dtype, dtype]
-            errors[dtype] = _errors(function, features, derivative, dtype)
-            _refuse_untold_kinks(function, features, derivative, dtype)
-            _refuse_what_is_inaccurate(errors[dtype], dtype)
+            _refuse_untold_kinks(function, features, derivatives[dtype, dtype], dtype)
+            _refuse_what_is_inaccurate(function, features, derivatives[dtype, dtype], dtype)
         except NeedsInput as reason:
             refusals[dtype] = f"the function {reason}"
     if len(refusals) == len(PRECISIONS):
-        return Analysis("input", refusals[torch.float32], None, errors)
+        return Analysis("input", refusals[torch.float32])
     if features.fold is None:
         way = "falls" if features.is_falling else "rises"
-        return Analysis("monotone", f"the function {way} all the way", None, errors, refusals, derivatives)
+        return Analysis("monotone", f"the function {way} all the way", None, refusals, derivatives)
     turn = f"the function turns once, at z = {features.fold.position:.4g}"
-    return Analysis("folded", turn, features.fold, errors, refusals, derivatives)
+    return Analysis("folded", turn, features.fold, refusals, derivatives)
 
 
 def _fitted(function: Function, features: Features, dtype: torch.dtype) -> Callable[[torch.dtype], Derivative]:
@@ -160,10 +156,11 @@ def _stored_level(y: float, dtype: torch.dtype) -> tuple[float, float]:
 
 def _told(derivative: Derivative, y: Tensor, z: Tensor, dtype: torch.dtype) -> Tensor:
     """The derivative, computed in float32 as devices do, from what outputs of ``dtype`` hold of y, the outputs of z."""
-    if isinstance(derivative, MonotoneDerivative):
-        return derivative(y.to(dtype).float()).double()
-    stored = branch_bit.encode(y.float(), derivative.fold.marks(z), dtype).to(dtype).float()
-    return derivative(stored, branch_bit.decode(stored, dtype)).double()
+    marked = None
+    if isinstance(derivative, FoldedDerivative):
+        y = branch_bit.encode(y.float(), derivative.fold.marks(z), dtype)
+        marked = branch_bit.decode(y, dtype)
+    return derivative(y.to(dtype).float(), marked).double()
 
 
 def measurement_points(features: Features, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -183,8 +180,10 @@ def measurement_points(features: Features, dtype: torch.dtype) -> tuple[Tensor, 
     return normal, anywhere[(anywhere >= features.z[0]) & (anywhere <= features.z[-1])]
 
 
-def _errors(function: Function, features: Features, derivative: Derivative, dtype: torch.dtype) -> Errors:
-    """The errors of a derivative from outputs that are computed in float32, as layers do."""
+def _refuse_what_is_inaccurate(
+    function: Function, features: Features, derivative: Derivative, dtype: torch.dtype
+) -> None:
+    """Measure a derivative from outputs that are computed in float32, as layers do."""
     normal, anywhere = measurement_points(features, dtype)
     z = torch.cat([normal, anywhere])
     y, slope = value_and_slope(function, z)
@@ -198,7 +197,14 @@ def _errors(function: Function, features: Features, derivative: Derivative, dtyp
     by_scale = error[: len(normal)].view(len(SCALES), -1).square().mean(1).sqrt()
     # In units of the rms slope over N(0, 1), which is the first scale: the slopes of small inputs may all be small.
     size = slope[: len(normal) // len(SCALES)].square().mean().sqrt()
-    return Errors(float(by_scale.max() / size), float(error.max()) / features.steepest)
+    found = Errors(float(by_scale.max() / size), float(error.max()) / features.steepest)
+    for kind, off, of_gelu in zip((" (rms)", ""), found, GELU_ERRORS[dtype], strict=True):
+        if not off <= FLOAT32_ALLOWANCE * of_gelu:
+            name = str(dtype).removeprefix("torch.")
+            raise NeedsInput(
+                f"has an output that tells its derivative too coarsely: a {name} output determines the derivative to "
+                f"{off:.1e}{kind}, GELU to {of_gelu:.1e}"
+            )
 
 
 def _refuse_untold_kinks(function: Function, features: Features, derivative: Derivative, dtype: torch.dtype) -> None:
@@ -211,13 +217,3 @@ def _refuse_untold_kinks(function: Function, features: Features, derivative: Der
         y, slope = value_and_slope(function, at)
         if not float((_told(derivative, y, at, dtype) - slope.double()).abs()) <= allowed:
             raise NeedsInput(f"has a derivative at its kink, z = {kink.position:.4g}, that its output does not tell")
-
-
-def _refuse_what_is_inaccurate(errors: Errors, dtype: torch.dtype) -> None:
-    name, of_gelu = str(dtype).removeprefix("torch."), GELU_ERRORS[dtype]
-    for found, limit, kind in ((errors.rms, of_gelu.rms, " (rms)"), (errors.largest, of_gelu.largest, "")):
-        if not found <= FLOAT32_ALLOWANCE * limit:
-            raise NeedsInput(
-                f"has an output that tells its derivative too coarsely: a {name} output determines the derivative to "
-                f"{found:.1e}{kind}, GELU to {limit:.1e}"
-            )

@@ -28,8 +28,7 @@ from torch import Tensor
 
 from ..utils.caching import in_clean_state
 from .features import Features, Fold, Function, NeedsInput, find_features, value_and_slope
-from .input_of import input_of
-from .polynomial import PRECISIONS, TINY, Piece, Precision, fitted, longest, shortest, to_float32
+from .polynomial import PRECISIONS, TINY, Piece, Precision, fitted, longest, to_float32
 
 #: Inputs up to this are looked at. Beyond, every such activation is flat or linear to within float32.
 REACH = 40.0
@@ -41,8 +40,6 @@ LATER_FRACTIONS = (0.4, 0.2, 0.1)
 #: Degrees that are tried: of the pieces around the minimum, of tails in u, and of tails in y. (To float32's tolerance
 #: the latter take 17 for SiLU, with rounding errors as large as that.)
 DEGREES, DEGREES_OF_U, DEGREES_OF_Y = range(4, 14), range(2, 21), range(2, 9)
-#: The number of samples of the target.
-SAMPLES = 8001
 #: The most pieces around the minimum.
 MAXIMUM_PIECES = 4
 #: The approximate cost of a piece's selection and of u, in multiply-adds.
@@ -164,7 +161,7 @@ def fit(function: Function, precision: Precision = PRECISIONS[torch.float32]) ->
 
 def fit_derivative(function: Function, features: Features, tolerance: float) -> FoldedDerivative:
     """A fit of the derivative of a function with these features; raises as ``fit``."""
-    found = _Fit(function, features, lambda z, y: value_and_slope(function, z)[1], tolerance)
+    found = _Samples(function, features, lambda z, y, slope: slope, tolerance)
     # Beyond this u the derivative is below a thousandth of the tolerance, whatever the clamped polynomial returns.
     farthest = math.sqrt(math.log(1e3 * REACH * -found.fold.extremum / tolerance))
     tails = [found.tail(TAIL_FRACTION, farthest, vanishes=True)]
@@ -194,7 +191,7 @@ def fit_inverse(function: Function) -> FoldedInverse:
     Raises:
         NeedsInput: as ``fit``.
     """
-    found = _Fit(function, find_features(function), lambda z, y: z - y, INVERSE_TOLERANCE)
+    found = _Samples(function, find_features(function), lambda z, y, slope: z - y, INVERSE_TOLERANCE)
     tail = found.tail(TAIL_FRACTION, math.sqrt(math.log(-found.fold.extremum / SMALLEST)), vanishes=False)
     pieces = found.pieces(TAIL_FRACTION, INVERSE_DEGREE)
     if tail is None or not pieces:
@@ -202,72 +199,61 @@ def fit_inverse(function: Function) -> FoldedInverse:
     return FoldedInverse(found.fold, Polynomials(found.fold.extremum, pieces, *tail, vanishes=False))
 
 
-#: A tail's polynomial, the fraction of the minimum where it begins, and whether its variable is u.
-_Tail = tuple[Piece, float, bool]
+class _Samples:
+    """Outputs of both branches with a target, ``target(z, f(z), f'(z))``, and polynomials for it within a tolerance."""
 
-
-class _Fit:
-    """Polynomials for ``target(z, f(z))`` within a tolerance."""
-
-    def __init__(
-        self, function: Function, features: Features, target: Callable[[Tensor, Tensor], Tensor], tolerance: float
-    ) -> None:
+    def __init__(self, function: Function, features: Features, target: Callable[..., Tensor], tolerance: float) -> None:
         if features.fold is None:
             raise NeedsInput("has no minimum")
-        self.function, self.target, self.fold, self.tolerance = function, target, features.fold, tolerance
-        # Sampled once, because solving for an input takes far longer than fitting a polynomial.
-        self.v = torch.linspace(self._v(min(LATER_FRACTIONS)), self._settled(), SAMPLES, dtype=torch.float64)
-        y = self.fold.extremum + self.v.square()
-        self.values = target(input_of(function, y, self.fold, self.v < 0), y)
-
-    def _v(self, fraction: float) -> float:
-        """The v where a tail begins."""
-        return -math.sqrt(-self.fold.extremum * (1.0 - fraction))
-
-    def _settled(self) -> float:
-        """The v past which the target is constant to within a quarter of the tolerance. (Of half of it gelu's slope in
-        bfloat16 was 5 % beyond the tolerance for large inputs.)"""
-        z = torch.linspace(self.fold.position, REACH, 40_001, dtype=torch.float64)
-        value = self.target(z, self.function(z))
-        unsettled = ((value - value[-1]).abs() > self.tolerance / 4).nonzero()
-        last = int(unsettled.max()) + 1 if len(unsettled) else 1
-        if last >= len(z) - 1:
+        self.fold, self.tolerance = features.fold, tolerance
+        offsets = torch.cat([-_FALLING.flip(0), _RISING])
+        z = self.fold.position + offsets
+        y, slope = value_and_slope(function, z)
+        v = torch.sign(offsets) * (y - self.fold.extremum).clamp_min(0).sqrt()
+        values = target(z, y, slope)
+        # Past the last sample that is off by a quarter of the tolerance the target counts as constant. (Of half of it
+        # gelu's slope in bfloat16 was 5 % beyond the tolerance for large inputs.)
+        settled = int(((values - values[-1]).abs() > tolerance / 4).nonzero().max()) + 1
+        if settled >= len(z) - 1:
             raise NeedsInput("does not settle to a line above its minimum")
-        return math.sqrt(float(self.function(z[last])) - self.fold.extremum)
+        there = (y.isfinite() & values.isfinite())[: settled + 1]
+        self.y, self.v, self.values = y[: settled + 1][there], v[: settled + 1][there], values[: settled + 1][there]
 
     def pieces(self, fraction: float, degree: int) -> tuple[Piece, ...]:
         """Pieces from the end of the tail to where the target has settled, each as long as possible; none where no few
         polynomials of this degree follow."""
-        first, found = max(0, int((self.v < self._v(fraction)).sum()) - 1), list[Piece]()
-        while first < SAMPLES - 1:
-            first, piece = longest(lambda a, b: self._piece(a, b, degree), first, SAMPLES - 1)
+        tail_ends, last = -math.sqrt(-self.fold.extremum * (1.0 - fraction)), len(self.v) - 1
+        first, found = max(0, int((self.v < tail_ends).sum()) - 1), list[Piece]()
+
+        def attempt(a: int, b: int) -> Piece | None:
+            return fitted(self.v[a : b + 1], self.values[a : b + 1], degree, self.tolerance)
+
+        while first < last:
+            first, piece = longest(attempt, first, last)
             if piece is None or len(found) == MAXIMUM_PIECES:
                 return ()
             found.append(piece)
         return tuple(found)
 
-    def _piece(self, first: int, last: int, degree: int) -> Piece | None:
-        """The polynomial for these samples, if it meets the tolerance at all of them."""
-        v, values = self.v[first : last + 1], self.values[first : last + 1]
-        piece = fitted(v, values, degree)
-        return piece if piece is not None and float((piece(v) - values).abs().max()) <= self.tolerance else None
-
-    def tail(self, fraction: float, farthest: float | None, *, vanishes: bool) -> _Tail | None:
-        """The tail that begins at this fraction of the minimum: in u up to ``farthest``, or in y."""
+    def tail(self, fraction: float, farthest: float | None, *, vanishes: bool) -> tuple[Piece, float, bool] | None:
+        """The tail that begins at this fraction of the minimum, in u up to ``farthest`` or in y: its polynomial, the
+        fraction, and whether its variable is u."""
         start = self.fold.extremum * fraction
-        if farthest is None:  # as y goes to 0, f' / y grows without bound, but slower than any power
-            y_of: Function = lambda y: y
-            ends, last, degrees = (start, 0.0), start * 1e-3, DEGREES_OF_Y
-        else:
-            y_of = lambda u: self.fold.extremum * torch.exp(-u * u)
-            ends, last, degrees = (math.sqrt(-math.log(fraction)), farthest), farthest, DEGREES_OF_U
-        at = torch.linspace(ends[0], last, 2001, dtype=torch.float64)
-        truth = self._left(y_of(at), vanishes)
-        allowed = self.tolerance * (1 / -y_of(at) if vanishes else truth.abs().clamp_min(1.0))
-        is_close: Callable[[Piece], bool] = lambda piece: bool(((piece(at) - truth).abs() <= allowed).all())
-        piece = shortest(lambda v: self._left(y_of(v), vanishes), *ends, degrees, is_close)
+        # As y goes to 0, f' / y grows without bound, but slower than any power.
+        end = start * 1e-3 if farthest is None else self.fold.extremum * math.exp(-farthest * farthest)
+        inside = (self.v < 0) & (self.y >= start) & (self.y <= end)
+        y, values = self.y[inside], self.values[inside]
+        t = y if farthest is None else torch.sqrt(torch.log(self.fold.extremum / y))
+        t, order = t.sort()
+        y, values = y[order], values[order] / (y[order] if vanishes else 1.0)
+        allowed = self.tolerance * (-1 / y if vanishes else values.abs().clamp_min(1.0))
+        # In u relative errors are small too; the shortest polynomial in y follows where y is large.
+        degrees, weight = (DEGREES_OF_U, None) if farthest is not None else (DEGREES_OF_Y, -y)
+        pieces = (fitted(t, values, degree, allowed, weight) for degree in degrees)
+        piece = next((piece for piece in pieces if piece is not None), None)
         return None if piece is None else (piece, fraction, farthest is not None)
 
-    def _left(self, y: Tensor, vanishes: bool) -> Tensor:
-        z = input_of(self.function, y, self.fold, torch.ones_like(y, dtype=torch.bool))
-        return self.target(z, y) / y if vanishes else self.target(z, y)
+
+#: Distances of the samples from the minimum: falling outputs far into the tail, where inverses are fitted too.
+_RISING = torch.arange(1, 16_001, dtype=torch.float64) * (REACH / 16_000)
+_FALLING = torch.cat([_RISING, torch.linspace(41, 128, 3000).double(), torch.logspace(2.2, 12, 2000).double()])

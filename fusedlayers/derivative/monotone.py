@@ -119,7 +119,7 @@ class MonotoneDerivative:
         top = [level.low for level in self.levels if level.high == math.inf]
         return max([self.segments[0].start, *bottom]), min([self.segments[-1].stop, *top])
 
-    def __call__(self, y: Tensor) -> Tensor:
+    def __call__(self, y: Tensor, marked: Tensor | None = None) -> Tensor:
         y = -y if self.is_falling else y
         value = self.segments[0](y)
         for segment in self.segments[1:]:
@@ -127,6 +127,8 @@ class MonotoneDerivative:
         for level in self.levels:
             value = torch.where(level.holds(y), level.slope, value)
         return torch.where(y != y, y, value)
+
+    differentiable = __call__
 
 
 # --- stretches --------------------------------------------------------------------------------------------------------
@@ -274,5 +276,4 @@ def _piece(stretch: Stretch, variable: Variable, tolerance: float, degree: int, 
     v, values = variable(y, distance), slope / factor
     if float(v[0]) > float(v[-1]):
         v, values, factor = v.flip(0), values.flip(0), factor.flip(0)
-    piece = fitted(v, values, degree)
-    return piece if piece is not None and bool(((piece(v) - values).abs() * factor <= tolerance).all()) else None
+    return fitted(v, values, degree, tolerance / factor)

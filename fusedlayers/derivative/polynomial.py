@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -73,20 +73,11 @@ def interpolate(function: Function, start: float, stop: float, degree: int) -> P
     return Piece(start, stop, tuple(torch.linalg.solve(_powers(t, degree), values).tolist()))
 
 
-def shortest(
-    function: Function,
-    start: float,
-    stop: float,
-    degrees: Iterable[int],
-    is_close: Callable[[Piece], bool],
+def fitted(
+    v: Tensor, values: Tensor, degree: int, allowed: Tensor | float, weight: Tensor | None = None
 ) -> Piece | None:
-    """The first of these degrees whose interpolation is close enough, or None."""
-    pieces = (interpolate(function, start, stop, degree) for degree in degrees)
-    return next((piece for piece in pieces if is_close(piece)), None)
-
-
-def fitted(v: Tensor, values: Tensor, degree: int) -> Piece | None:
-    """The least-squares polynomial through the samples next to Chebyshev nodes; v rises. None if these are few."""
+    """The least-squares polynomial through the samples next to Chebyshev nodes; v rises. None if these are few, or if
+    it errs by more than ``allowed`` at any sample."""
     start, stop = float(v[0]), float(v[-1])
     if not (stop > start and math.isfinite(start + stop)):
         return None
@@ -97,8 +88,11 @@ def fitted(v: Tensor, values: Tensor, degree: int) -> Piece | None:
     near = torch.where((t[before] - nodes).abs() < (t[after] - nodes).abs(), before, after).unique()
     if len(near) < degree + 3:
         return None
-    solved = torch.linalg.lstsq(_powers(t[near], degree), values[near].unsqueeze(1), driver="gels").solution
-    return Piece(start, stop, tuple(solved[:, 0].tolist()))
+    factor = torch.ones(len(near), 1, dtype=v.dtype) if weight is None else weight[near].unsqueeze(1)
+    powers = _powers(t[near], degree)
+    solved = torch.linalg.lstsq(powers * factor, values[near].unsqueeze(1) * factor, driver="gels").solution
+    piece = Piece(start, stop, tuple(solved[:, 0].tolist()))
+    return piece if bool(((piece(v) - values).abs() <= allowed).all()) else None
 
 
 def longest(attempt: Callable[[int, int], Piece | None], first: int, last: int) -> tuple[int, Piece | None]:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import validation
-from ..activations import DTYPES, Activation
-from ..activations.lookup import activation_of_module
+from ..activations import DTYPES, Activation, activation_of_module
 from ..call import execute, followed_by, plan_for, with_operands
 from ..kernels.operations import Pointwise
 from ..plan import Call
@@ -65,7 +64,7 @@ def is_activation(module: nn.Module, x: Tensor) -> bool:
 
     with without_logging():  # what is no activation is not worth a word
         found = with_operands(_spelled_out(module), x.shape, x.dtype).activation
-        return found.is_fusible and found.is_folded and not found.writes_argument
+        return found.is_fusible and found.is_folded
 
 
 def may_save_output(region: Region, args: Any, kwargs: Any) -> bool:
@@ -88,7 +87,7 @@ def activated(module: Any, x: Tensor) -> tuple[Tensor, Activation] | None:
         return None
     plan, call = plan_for(Call(_ALONE, x, None, None, None, record))
     traced = call.activation
-    if plan.path == "composite" or traced.writes_argument or not traced.is_folded:
+    if plan.path == "composite" or not traced.is_folded:
         return None
     return execute(plan, call), traced
 

@@ -29,7 +29,7 @@ def unchanged(modules: Sequence[nn.Module], inputs: Iterable[Tensor]) -> Iterato
     kept += [p for module in modules for p in module.parameters(recurse=False) if p._post_accumulate_grad_hooks]
     parts = (part.detach() for tensor in dict.fromkeys(kept) for part in strided_parts(tensor))
     copies = [(part, part.clone()) for part in parts if not (part.is_meta or isinstance(part, FakeTensor))]
-    reset_random = _random_state()
+    reset_random = random_state()
     try:
         yield reset_random
     finally:
@@ -70,7 +70,7 @@ def isolated_gradients(leaves: Sequence[Tensor], *, zeros: bool = False) -> Iter
             leaf.grad = grad
 
 
-def _random_state() -> Callable[[], None]:
+def random_state() -> Callable[[], None]:
     """Record the state of Python's, NumPy's and torch's generators; return a function that resets them to it."""
     python, cpu = random.getstate(), torch.get_rng_state()
     numpy: Any = sys.modules.get("numpy")

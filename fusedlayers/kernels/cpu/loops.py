@@ -138,9 +138,11 @@ def serve(dtype: torch.dtype) -> bool:
 
 
 def function_of(activation: Activation) -> tuple[str, float] | None:
-    """The loops' name of the activation, and its parameter."""
-    loop = activation.native.loop
-    return None if loop is None else loop(**activation.parameters)
+    """The loops' name of the activation, and its parameter; None where they have none for its parameters."""
+    if activation.native.loop is None or activation.needs_input_reason is not None:
+        return None
+    name, parameter = activation.native.loop
+    return name, activation.parameters[parameter] if isinstance(parameter, str) else parameter
 
 
 # --- passes over dense tensors, which are laid out alike --------------------------------------------------------------

@@ -106,8 +106,7 @@ def _gradient(activation: Activation, needs: tuple[bool, ...], dtype: torch.dtyp
 
 
 def _program(function: Callable[..., Any], inputs: int, activation: Activation, dtype: torch.dtype) -> Program:
-    from ...activations.decompositions import slow_kernels  # whose import takes a second
-    from ...activations.tracing import aten_graph, simplified
+    from ...activations.tracing import aten_graph, simplified, slow_kernels  # whose import takes a second
 
     count = inputs + len(activation.operand_dims)
     examples = [torch.zeros(_EXAMPLE, dtype=dtype, device="cpu") for _ in range(count)]

@@ -180,7 +180,7 @@ def coarse(pointwise: Trace, dtype: torch.dtype) -> Trace:
 @functools.lru_cache(4096)
 def computes(activation: Activation) -> bool:
     """Whether the activation can be printed: of the table all can, of users' functions those of known operations."""
-    if not (activation.is_traced or (activation.row is not None and activation.row.is_custom)):
+    if not activation.is_traced:
         return True
     try:
         device_function(activation, "forward", given="input", dtype=torch.float32)
@@ -212,7 +212,7 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
     traced = trace(function, [*inputs, *operands])
     # Not of a user's function, which may subtract it from a number next to it; nor of a derivative from z, which may be
     # next to 0, where more is asked of it.
-    if role == "forward" and activation.row is not None and not (activation.is_traced or activation.row.is_custom):
+    if role == "forward" and activation.row is not None and not activation.is_traced:
         traced = coarse(traced, dtype)
     return print_function(name, traced, operands, as_tuple=role == "gradient")
 
