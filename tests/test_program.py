@@ -16,7 +16,7 @@ from fusedlayers.activations.decompositions import slow_kernels
 from fusedlayers.activations.tracing import aten_graph, simplified
 from fusedlayers.kernels import GradientRequest
 from fusedlayers.kernels.reference import chunks, traced
-from fusedlayers.kernels.reference.program import Program
+from fusedlayers.kernels.reference.traced import Program
 
 Function = Callable[..., Any]
 
