@@ -15,7 +15,7 @@ from fusedlayers.activations import Activation
 from fusedlayers.activations.tracing import aten_graph, simplified, slow_kernels
 from fusedlayers.kernels import GradientRequest
 from fusedlayers.kernels.reference import chunks, traced
-from fusedlayers.kernels.reference.program import Program
+from fusedlayers.kernels.reference.traced import Program
 
 Function = Callable[..., Any]
 

@@ -61,12 +61,8 @@ class ActDropout(Node):
 
 
 def serves(z: Tensor, activation: Activation, p: float) -> bool:
-    """Whether ``ActDropout`` computes it: outputs determine the derivative after a factor too, and the mask is
-    torch's."""
-    if not (0 < p < 1 and is_dense(z)) or (z.is_cuda and torch.cuda.is_current_stream_capturing()):
-        return False
-    is_known = (z.is_cpu or z.is_cuda) and not activation.operand_dims and tells_scaled(activation, z.dtype)
-    return is_known and _has_torchs_mask(z.dtype, z.device)
+    """Whether ``ActDropout`` computes it: outputs determine the derivative after a factor too."""
+    return 0 < p < 1 and is_dense(z) and not activation.operand_dims and tells_scaled(activation, z.dtype)
 
 
 @functools.lru_cache(256)
@@ -88,22 +84,3 @@ def tells_scaled(activation: Activation, dtype: torch.dtype) -> bool:
         if not float(error.max()) <= allowed * float(expected.abs().max()):
             return False
     return True
-
-
-@functools.cache
-@in_clean_state
-def _has_torchs_mask(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether this build of torch drops by the numbers that ``reference.drawn`` draws."""
-    ones = torch.ones(4099, dtype=dtype, device=device)
-    # torch.manual_seed would seed the generators of all devices.
-    generator = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[ones.get_device()]
-    before = generator.get_state()
-    try:
-        generator.manual_seed(0)
-        dropped = torch.nn.functional.dropout(ones, 0.3) == 0
-        after = generator.get_state()
-        generator.manual_seed(0)
-        keep = reference.drawn(ones, 0.3)
-        return torch.equal(dropped, ~keep) and torch.equal(after, generator.get_state())
-    finally:
-        generator.set_state(before)

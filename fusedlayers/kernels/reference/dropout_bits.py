@@ -56,7 +56,7 @@ def drop_marked(y: Tensor, keep: Tensor, activation: Activation, p: float, out: 
     alike."""
 
     def store(part: Tensor, kept: Tensor, result: Tensor) -> None:
-        lost = dropped(part)
+        lost = (part - part).neg_()  # -0, or NaN where y is not finite
         result.copy_(scaled(activation, upcast(part), part.dtype, 1 - p))
         result.copy_(torch.where(kept, result, lost))
 
@@ -70,11 +70,6 @@ def scaled(activation: Activation, y: Tensor, dtype: torch.dtype, rest: Tensor |
     if fold is None:
         return found + 0.0
     return branch_bit.encode(found, branch_bit.decode(y, dtype), dtype)
-
-
-def dropped(y: Tensor) -> Tensor:
-    """The stored numbers for outputs y, before the factor, that are dropped: -0, or NaN where y is not finite."""
-    return (y - y).neg_()
 
 
 def is_kept(y: Tensor) -> Tensor:

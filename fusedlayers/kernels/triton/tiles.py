@@ -89,12 +89,6 @@ def channel_of(
 
 
 @triton.jit
-def factor_of(ptr, channel, channels):
-    """A number of each channel, in float32."""
-    return tl.load(ptr + channel, mask=channel < channels, other=0.0).to(tl.float32)
-
-
-@triton.jit
 def store_by_channel(partial_ptr, i, values):
     """Write a program's numbers of the channels of its tiles; they are the i-th of several for each channel."""
     LENGTH: tl.constexpr = values.shape[0]
