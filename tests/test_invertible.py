@@ -118,6 +118,19 @@ def test_check() -> None:
         report = Wrong().check(randn(3))
     assert not report and report.gradient_error > 0.01
 
+    class Doubled(fl.InvertibleModule):
+        """Its gradient does not depend on the input."""
+
+        def function(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+        def inverse(self, y: Tensor) -> Tensor:
+            return y / 3
+
+    with pytest.warns(UserWarning, match=r"Doubled.check"):
+        report = Doubled().check(randn(3))
+    assert not report and report.gradient_error == 0 and report.drift == pytest.approx(1 / 3)
+
     class Changing(Scale):
         def function(self, x: Tensor) -> Tensor:
             return super().function(x) + len(self.runs)

@@ -174,6 +174,13 @@ def test_invertible_children_of_what_runs_again_hold_nothing(count: int) -> None
     torch.testing.assert_close(found, grads(nn.Sequential(*parts)(x).square().sum(), net), rtol=1e-4, atol=1e-5)
 
 
+def test_invertible_parts_of_couplings_hold_nothing() -> None:
+    networks = (nn.Sequential(fl.InvertibleLinear(32, 32), nn.Tanh()) for _ in range(8))
+    chain = fl.InvertibleSequential(*(fl.AdditiveCoupling(next(networks), next(networks)) for _ in range(4)))
+    x = torch.randn(16, 64).requires_grad_()
+    assert saved_bytes(lambda x: chain(1 * x), x, exclude=[chain]) == x.nbytes
+
+
 def test_a_chain_in_what_runs_again_holds_its_output_alone() -> None:
     for depth in (2, 8):
         chain = fl.InvertibleSequential(
