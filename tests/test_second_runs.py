@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
+from fusedlayers.reports import timing
 
 Container = Callable[..., nn.Module]
 CONTAINERS: dict[str, Container] = {
@@ -228,6 +229,14 @@ def _blocks() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(6)]
 
 
+def _fitted() -> nn.Module:
+    timing.ROUNDS = 1
+    model = nn.Sequential(*_blocks()).double()
+    report = fl.fit(model, inverting.randn(256, 8), fraction=0.5)
+    assert report.recomputed and report.measured.bytes <= report.budget_bytes
+    return model
+
+
 ENGINES: dict[str, Callable[[Any], nn.Module]] = {
     "ddp": DDP,
     "ddp, static graph": lambda net: DDP(net, static_graph=True),
@@ -238,6 +247,7 @@ ENGINES: dict[str, Callable[[Any], nn.Module]] = {
 SUBJECTS: dict[str, Container] = {
     "all": lambda: fl.SublinearSequential(*_blocks(), segments=3),
     "cheap": lambda: fl.SublinearSequential(*_blocks(), segments=3, recompute="cheap"),
+    "fit": _fitted,
     "invertible": lambda: inverting.net(),
 }
 
@@ -267,7 +277,7 @@ def test_engines(tmp_path: Path) -> None:
     invertible = _trained(inverting.plain(inverting.net()).double(), shares)
     blocks = _trained(nn.Sequential(*_blocks()).double(), shares)
     for found in processes.results(_in_processes, 2, tmp_path):
-        assert len(found) == 3 * len(ENGINES) - 2
+        assert len(found) == 4 * len(ENGINES) - 3
         for (subject, _), values in found.items():
             expected = invertible if subject == "invertible" else blocks
             torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-9)
