@@ -63,8 +63,10 @@ def test_without_checkpoint_autograd_saves() -> None:
     assert saved_bytes(module, x) == saved_bytes(plain(module), x)
     # One in the middle holds its input, from which errors do not add up, and the chain its output.
     chain, x = linears(3).double(), randn(4, 16)
+    assert all(row.drift > 0 for row in chain.check(x).rows)
     chain[1].checkpoint = False
     assert saved_bytes(lambda x: chain(1 * x), x, exclude=[chain]) == 2 * x.nbytes
+    assert [row.drift > 0 for row in chain.check(x).rows] == [True, False, True]
     assert_exact(chain, x)
 
 

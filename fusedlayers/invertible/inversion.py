@@ -286,7 +286,7 @@ _state = _State()
 
 @contextmanager
 def in_mode(mode: Mode | None) -> Iterator[None]:
-    """What runs inside runs in this mode, on this thread."""
+    """Code inside runs in this mode, on this thread."""
     before, _state.mode = _state.mode, mode
     try:
         yield

@@ -33,7 +33,7 @@ CLOSE = 0.97
 
 @dataclass(frozen=True)
 class CompiledFit(Report):
-    """What ``fit_compiled`` returns. ``str()`` is a table.
+    """The report of ``fit_compiled``. ``str()`` is a table.
 
     Attributes:
         name, of, budget_bytes: as ``FitReport`` has them.

@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a ``SublinearSequential`` does.
+    """The segments of a ``SublinearSequential``, and their bytes and cost.
 
     Attributes:
         segments: in order; children that are not recomputed stand alone.
@@ -92,7 +92,7 @@ def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes
 
 
 def plan_of(children: Sequence[ChildCosts], segments: tuple[Segment, ...]) -> Plan:
-    """What these segments save and cost."""
+    """The bytes and the cost of these segments."""
     state = _State()
     for start, stop, mode in segments:
         # A segment that is not recomputed is as many children that are not.
@@ -157,7 +157,7 @@ def _steps(children: Sequence[ChildCosts], start: int, mode: Recompute) -> list[
         segment = Segment(start, start + 1, mode)
         return [_Step(segment, edge * first.saves_input, first.saved_bytes, 0, 0.0, first.saves_output)]
     found = []
-    # What the children save, the results of their products, and what both have in common.
+    # Bytes that the children save, those of their products' results, and those that are both.
     inside = products = shared = 0
     cost = 0.0
     for k in range(start, len(children)):
