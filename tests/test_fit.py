@@ -16,9 +16,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
@@ -283,28 +280,11 @@ def _distributed(rank: int, count: int) -> Any:
             fl.fit(wrong, torch.randn(256, size), fraction=0.5)
         except ValueError as error:
             found["errors"].append(str(error))
-    mesh = init_device_mesh("cpu", (count,))
-    for name in ("ddp", "fsdp"):
-        model, x = _made("transformer")
-        _without_dropout(model)
-        mine = x.chunk(count)[rank]
-        report = fl.fit(model, mine, fraction=0.4)
-        if name == "ddp":
-            wrapped: nn.Module = DDP(model)
-        else:
-            for layer in model.layers:
-                fully_shard(layer, mesh=mesh)
-            wrapped = fully_shard(model, mesh=mesh)
-        loss = wrapped(mine).square().mean()
-        loss.backward()
-        grads = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in wrapped.parameters()]
-        modes = report.recomputed
-        found[name] = modes, report.measured.bytes <= report.budget_bytes, [grad.clone() for grad in grads]
     return found
 
 
 def test_distributed(tmp_path: Path) -> None:
-    """All processes choose alike, and gradients are those of one process."""
+    """All processes choose alike. (``test_second_runs.py`` trains what is fitted in PyTorch's engines.)"""
     results = processes.results(_distributed, 2, tmp_path)
     (choices, budget, measured, first), (*others, second) = (found["uneven"] for found in results)
     assert others[0] == choices and others[1] == budget and max(first, second) == measured.bytes <= budget
@@ -312,12 +292,6 @@ def test_distributed(tmp_path: Path) -> None:
     assert [found["errors"][0] for found in results] == [different] * 2
     assert results[0]["errors"][1].startswith("fit: another process has raised RuntimeError: ")
     assert results[1]["errors"][1].startswith("fit: the model does not run on these inputs")
-    model, x = _made("transformer")
-    _without_dropout(model)(x).square().mean().backward()
-    for name in ("ddp", "fsdp"):
-        assert results[0][name][0] == results[1][name][0] and all(found[name][1] for found in results)
-        for ours, p in zip(results[0][name][2], model.parameters(), strict=True):
-            torch.testing.assert_close(ours, p.grad, rtol=1e-3, atol=1e-5)
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------

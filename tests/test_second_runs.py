@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
+from fusedlayers.reports import timing
 
 Container = Callable[..., nn.Module]
 CONTAINERS: dict[str, Container] = {
@@ -174,6 +175,13 @@ def test_invertible_children_of_what_runs_again_hold_nothing(count: int) -> None
     torch.testing.assert_close(found, grads(nn.Sequential(*parts)(x).square().sum(), net), rtol=1e-4, atol=1e-5)
 
 
+def test_invertible_parts_of_couplings_hold_nothing() -> None:
+    networks = (nn.Sequential(fl.InvertibleLinear(32, 32), nn.Tanh()) for _ in range(8))
+    chain = fl.InvertibleSequential(*(fl.AdditiveCoupling(next(networks), next(networks)) for _ in range(4)))
+    x = torch.randn(16, 64).requires_grad_()
+    assert saved_bytes(lambda x: chain(1 * x), x, exclude=[chain]) == x.nbytes
+
+
 def test_a_chain_in_what_runs_again_holds_its_output_alone() -> None:
     for depth in (2, 8):
         chain = fl.InvertibleSequential(
@@ -221,6 +229,14 @@ def _blocks() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(6)]
 
 
+def _fitted() -> nn.Module:
+    timing.ROUNDS = 1
+    model = nn.Sequential(*_blocks()).double()
+    report = fl.fit(model, inverting.randn(256, 8), fraction=0.5)
+    assert report.recomputed and report.measured.bytes <= report.budget_bytes
+    return model
+
+
 ENGINES: dict[str, Callable[[Any], nn.Module]] = {
     "ddp": DDP,
     "ddp, static graph": lambda net: DDP(net, static_graph=True),
@@ -231,6 +247,7 @@ ENGINES: dict[str, Callable[[Any], nn.Module]] = {
 SUBJECTS: dict[str, Container] = {
     "all": lambda: fl.SublinearSequential(*_blocks(), segments=3),
     "cheap": lambda: fl.SublinearSequential(*_blocks(), segments=3, recompute="cheap"),
+    "fit": _fitted,
     "invertible": lambda: inverting.net(),
 }
 
@@ -260,7 +277,7 @@ def test_engines(tmp_path: Path) -> None:
     invertible = _trained(inverting.plain(inverting.net()).double(), shares)
     blocks = _trained(nn.Sequential(*_blocks()).double(), shares)
     for found in processes.results(_in_processes, 2, tmp_path):
-        assert len(found) == 3 * len(ENGINES) - 2
+        assert len(found) == 4 * len(ENGINES) - 3
         for (subject, _), values in found.items():
             expected = invertible if subject == "invertible" else blocks
             torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-9)

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from recomputing import Counting, block, blocks, every_mode, images, outcome, rows, same, twins
 from torch import Tensor, nn
 
@@ -250,18 +249,6 @@ def test_what_cannot_be_is_refused_when_it_shows() -> None:
 # --- the same to the bit ----------------------------------------------------------------------------------------------
 
 
-class OwnNorm(nn.Module):
-    """A batch norm of somebody's own, which torch counts no version of buffers up for."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.zeros(8))
-        self.register_buffer("var", torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.batch_norm(x, self.mean, self.var, training=True).tanh()  # type: ignore[arg-type]
-
-
 class ReadsWhatItWrites(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         assert self.running_mean is not None and self.running_var is not None
@@ -300,7 +287,6 @@ NETS: dict[str, Callable[[], list[nn.Module]]] = {
     "dropout": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), nn.Dropout(0.5))],
     "spectral norm": lambda: [m for _ in range(4) for m in (_spectral_norm(), nn.Tanh())],
     "old spectral norm": lambda: [m for _ in range(4) for m in (_old_spectral_norm(), nn.Tanh())],
-    "own batch norm": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), OwnNorm())],
     "reads its statistics": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), ReadsWhatItWrites(8))],
     "counts": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), Counting())],
     "tied buffers": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), Tied())],

@@ -57,11 +57,10 @@ class InvertibleActivation(InvertibleModule):
                 found.needs_input_reason or f"the output of {found!r} does not determine its input, as far as is known"
             )
             raise ValueError(f"InvertibleActivation: {reason}; {', '.join(_invertible())} can be inverted")
-        if not _tells(found):
+        is_determined, self.between = _probed(found)
+        if not is_determined:
             raise ValueError(f"InvertibleActivation: {found!r} is flat where inputs are negative")
         self.activation: Activation = found
-        #: The limits of its outputs.
-        self.between = _range(found)
 
     @property
     def reversible(self) -> bool:  # type: ignore[override]  # elsewhere an attribute of the class
@@ -97,17 +96,14 @@ class InvertibleActivation(InvertibleModule):
 
 
 @in_clean_state
-def _tells(activation: Activation) -> bool:
-    """Whether inputs around zero can be computed from their outputs: a slope may be zero."""
+def _probed(activation: Activation) -> tuple[bool, tuple[float, float]]:
+    """Whether inputs around zero can be computed from their outputs (a slope may be zero), and the outputs' limits."""
     x = torch.tensor([-1.0, 1.0])
-    return activation.is_folded or bool(activation.input_given_output(activation.function(x), x.dtype).isfinite().all())
-
-
-@in_clean_state
-def _range(activation: Activation) -> tuple[float, float]:
+    is_determined = activation.is_folded or activation.input_given_output(activation.function(x), x.dtype).isfinite()
     x = torch.tensor([-1e300, -1e200, 1e200, 1e300], dtype=torch.float64)
     low, lower, higher, high = activation.function(x).tolist()
-    return low if low == lower else -math.inf, high if high == higher else math.inf
+    limits = low if low == lower else -math.inf, high if high == higher else math.inf
+    return bool(torch.as_tensor(is_determined).all()), limits
 
 
 def _before(limit: float, sign: int, dtype: torch.finfo) -> float:

@@ -50,7 +50,7 @@ class CheckRow:
 
 @dataclass(frozen=True)
 class CheckReport(Report):
-    """What ``InvertibleModule.check`` has found. It is true if everything is within the tolerance.
+    """The errors that ``InvertibleModule.check`` has found. It is true if everything is within the tolerance.
 
     Attributes:
         rows: the modules, in order.
@@ -82,9 +82,10 @@ class CheckReport(Report):
 
 @dataclass
 class _Run:
-    """A module after its first run."""
+    """A module after its first run. ``is_inverted``: whether its inputs are computed; else they are saved."""
 
     name: str
+    is_inverted: bool
     function: InvertibleFunction
     inputs: tuple[Any, ...]
     outputs: tuple[Any, ...]
@@ -96,13 +97,15 @@ class _Run:
 
     def inverted(self, visible: tuple[Any, ...]) -> tuple[Any, ...]:
         """The inputs, from outputs that the caller sees and the others; what is not returned is saved."""
+        if not self.is_inverted:
+            return self.inputs
         with self.state.again():
             computed = self.function.inverse(*visible, *self.outputs[len(visible) :])
         return (*computed, *self.inputs[len(computed) :])
 
 
 def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol: float) -> CheckReport:
-    """What ``InvertibleModule.check`` returns, after its warning where a bound is exceeded."""
+    """The report of ``InvertibleModule.check``, after its warning where a bound is exceeded."""
     tensors = [value for value in inputs if isinstance(value, Tensor)]
     rows, errors = list[CheckRow](), list[tuple[float, float, int]]()
     with unchanged(list(module.modules()), tensors), torch.no_grad():
@@ -131,14 +134,15 @@ def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol
 
 def _runs(module: InvertibleModule, inputs: tuple[Any, ...]) -> Iterator[_Run]:
     for name, part in module._leaf_modules():
-        function = part._as_function()
+        function, is_inverted = part._as_function(), part.checkpoint and part._can_invert(inputs)
         state = RunState(function, inputs)
         # Gradients are on, because activations record the branch then. Copies, for the function may overwrite its
         # inputs, and a later one its outputs.
         copies = (value.detach().requires_grad_().clone() if is_float(value) else value for value in inputs)
         with state.recording(), torch.enable_grad():
             outputs = function.forward(*copies)
-        run = _Run(name, function, inputs, tuple(y.detach().clone() if is_float(y) else y for y in outputs), state)
+        copies = (y.detach().clone() if is_float(y) else y for y in outputs)
+        run = _Run(name, is_inverted, function, inputs, tuple(copies), state)
         yield run
         inputs = run.visible
 

@@ -1,7 +1,7 @@
 """Couplings: blocks that have an inverse, around any two networks that have none.
 
-Of two streams one goes through a network, and the result transforms the other. Whoever has both outputs can compute
-that result once more, and invert the transformation (Dinh et al. 2014, "NICE"; Gomez et al. 2017; affine: Dinh et al.
+Of two streams one goes through a network, and the result transforms the other. Both outputs suffice to compute that
+result once more, and to invert the transformation (Dinh et al. 2014, "NICE"; Gomez et al. 2017; affine: Dinh et al.
 2016, "RealNVP").
 
 A block is two halves, one for each stream, and each half is a call of its own (``inversion.py``). In the backward pass
@@ -23,7 +23,7 @@ from .reshape import halved
 
 
 class _Coupling(InvertibleModule):
-    """What additive and affine couplings share: everything but how a stream follows from a network's result."""
+    """Additive and affine couplings, but for how a stream follows from a network's result."""
 
     reversible = True
     #: How many numbers a network returns for each one of the stream that it transforms.

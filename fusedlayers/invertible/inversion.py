@@ -74,7 +74,16 @@ class RunState(Snapshot):
         ]
         self._device = max(kinds - {"cpu"}, default="cuda")
         self._devices, self._device_states = get_device_states(*tensors)
-        self._cpu_state = torch.get_rng_state()
+        #: None where the first run drew no numbers: a state is 5 KiB.
+        self._cpu_state: Tensor | None = torch.get_rng_state()
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Around the first run."""
+        with super().recording():
+            yield
+        if self._cpu_state is not None and torch.equal(torch.get_rng_state(), self._cpu_state):
+            self._cpu_state = None
 
     @contextmanager
     def again(self) -> Iterator[None]:
@@ -84,7 +93,8 @@ class RunState(Snapshot):
             for autocast in self._autocast:
                 stack.enter_context(torch.autocast(*autocast))
             stack.enter_context(torch.random.fork_rng(self._devices, device_type=self._device))
-            torch.set_rng_state(self._cpu_state)
+            if self._cpu_state is not None:
+                torch.set_rng_state(self._cpu_state)
             set_device_states(self._devices, self._device_states, device_type=self._device)
             yield
 
@@ -286,7 +296,7 @@ _state = _State()
 
 @contextmanager
 def in_mode(mode: Mode | None) -> Iterator[None]:
-    """What runs inside runs in this mode, on this thread."""
+    """Code inside runs in this mode, on this thread."""
     before, _state.mode = _state.mode, mode
     try:
         yield

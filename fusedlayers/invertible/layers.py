@@ -76,8 +76,8 @@ class InvertibleLinear(_Orthogonal, nn.Linear):
 
 
 class _InvertibleConv(_Orthogonal):
-    """What the convolutions of one to three dimensions share; the next base class is torch's. Patches do not overlap,
-    so that each output determines the patch that it was computed from."""
+    """The convolutions of one to three dimensions; the next base class is torch's. Patches do not overlap, so that each
+    output determines the patch that it was computed from."""
 
     def __init__(
         self: Any,
@@ -180,7 +180,7 @@ def at_least(weight: Tensor, least: float) -> Tensor:
 
 
 class _InvertibleBatchNorm(InvertibleModule):
-    """What the batch norms of one to three dimensions share; the next base class is torch's."""
+    """The batch norms of one to three dimensions; the next base class is torch's."""
 
     num_outputs = 1
 
@@ -202,7 +202,7 @@ class _InvertibleBatchNorm(InvertibleModule):
         elif self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             part = 1 / float(self.num_batches_tracked) if self.momentum is None else part
-        # What F.batch_norm calls, which keeps the statistics to itself.
+        # The operator behind F.batch_norm, which does not return the statistics.
         y, mean, inverse_std, *_ = batch_norm_with_statistics(
             x, w, self.bias, mean, var, True, part, self.eps, torch.backends.cudnn.enabled
         )

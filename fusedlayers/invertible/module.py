@@ -29,8 +29,8 @@ class InvertibleModule(nn.Module):
     tensor or a tuple; ``inverse`` takes what ``function`` returns, and returns what it takes. Where modules follow one
     another, only the last one's output is held until the backward pass.
 
-    Inputs are not destroyed: whoever holds one can read it. What is no floating-point tensor is always saved. An output
-    must not be edited in place: the backward pass would compute the inputs from it, and raises instead.
+    Inputs are not destroyed, and can be read by their holders. Inputs that are no floating-point tensors are saved. An
+    output must not be edited in place: the backward pass would compute the inputs from it, and raises instead.
 
     Outputs that ``inverse`` needs, and the caller does not, come last: ``num_outputs`` says how many of them the caller
     sees (None: all; a negative number: all but so many).
@@ -104,7 +104,7 @@ class InvertibleModule(nn.Module):
 
     @property
     def call_function(self) -> Callable[..., Any]:
-        """What ``forward`` calls: ``function``, or ``inverse`` if the module is reversed."""
+        """The function that ``forward`` calls: ``function``, or ``inverse`` if the module is reversed."""
         return self.inverse if self.reversed else self.function
 
     @property
@@ -134,7 +134,7 @@ class InvertibleModule(nn.Module):
         return ", ".join(filter(None, (self.described(), *flags)))
 
     def described(self) -> str:
-        """What ``extra_repr`` says besides the flags that differ from their defaults."""
+        """The part of ``extra_repr`` besides the flags that differ from their defaults."""
         return super().extra_repr()
 
     def check(self, *inputs: Any, rtol: float = 1e-3, atol: float = 1e-5) -> CheckReport:

@@ -24,7 +24,7 @@ from ..utils.module_state import isolated_gradients, random_state
 from ..utils.storages import trained_in
 from ..validation import is_whole
 
-#: What a budget counts: bytes that are saved for the backward pass, or the most that is allocated in a step.
+#: The bytes that a budget counts: those that are saved for the backward pass, or the most that is allocated in a step.
 Of = Literal["saved", "peak"]
 T = TypeVar("T")
 COUNTED = {"saved": "saved for backward", "peak": "allocated at the peak"}

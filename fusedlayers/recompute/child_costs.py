@@ -31,7 +31,7 @@ OPERATIONS_PER_BYTE_ELSEWHERE = 128.0
 
 
 class ChildCosts(NamedTuple):
-    """What a child saves, in bytes of storages that count once, and what it costs to run, in bytes moved.
+    """The bytes that a child saves, of storages that count once, and its cost to run, in bytes moved.
 
     Attributes:
         input_bytes: of its input.

@@ -33,19 +33,19 @@ NO_BLOCKS = (
 
 @dataclass(frozen=True)
 class FitReport(Report):
-    """What ``fit`` returns. ``str()`` is a table.
+    """The report of ``fit``. ``str()`` is a table.
 
     Attributes:
         name: of the model's class.
-        of: what counts: "saved" or "peak".
-        budget_bytes: what there may be.
+        of: the bytes that count: "saved" or "peak".
+        budget_bytes: the most that there may be.
         recomputed: paths of the blocks that are recomputed.
         saved_once: those of the others.
         eager: the model as it was; None where that does not fit the memory.
         predicted, measured: the chosen plan.
         smallest: the plan that recomputes all blocks.
         skipped: by reason, blocks that cannot be recomputed.
-        notes: what to know of the report itself.
+        notes: limits of the report itself.
     """
 
     name: str

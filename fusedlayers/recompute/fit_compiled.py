@@ -33,7 +33,7 @@ CLOSE = 0.97
 
 @dataclass(frozen=True)
 class CompiledFit(Report):
-    """What ``fit_compiled`` returns. ``str()`` is a table.
+    """The report of ``fit_compiled``. ``str()`` is a table.
 
     Attributes:
         name, of, budget_bytes: as ``FitReport`` has them.
@@ -148,12 +148,8 @@ def fit_compiled(
             taken = quick_bytes_with(1.0)
             allowed = training.allowed(taken)
             on_stage("trying budgets", 0.2)
-            _try_parts(allowed, quick_bytes_with)
-            for part in sorted((part for part, size in tried.items() if size <= allowed or part == 0), reverse=True):
-                measured = bytes_with(part, True)
-                if measured <= allowed:
-                    break
-            else:
+            part, measured = _largest_part(allowed, tried, quick_bytes_with, partial(bytes_with, is_compiled=True))
+            if measured > allowed:
                 raise training.unmet(taken, measured, "with activation_memory_budget=0")
             on_stage("measuring times", 0.8)
             torch.compiler.reset()
@@ -166,19 +162,29 @@ def fit_compiled(
     return CompiledFit(type(model).__name__, of, allowed, part, *found, others)
 
 
-def _try_parts(budget: int, bytes_with: Callable[[float], int]) -> None:
-    """Try the parts between which the largest lies that keeps to the budget; 0 if none of the others does."""
-    low, low_bytes, high, high_bytes = 0.0, 0, 1.0, bytes_with(1.0)
+def _largest_part(
+    budget: int,
+    tried: dict[float, int],
+    quick_bytes_with: Callable[[float], int],
+    bytes_with: Callable[[float], int],
+) -> tuple[float, int]:
+    """The largest part with which compiled code keeps to the budget, and its bytes; 0 where it does with none."""
+    low, low_bytes, high, high_bytes = 0.0, 0, 1.0, quick_bytes_with(1.0)
     for _ in range(TRIES):
         if high_bytes <= budget or CLOSE * budget <= low_bytes or high - low < 0.02 * high:
             break
         # Bytes grow with the part almost in proportion.
         part = low + (high - low) * (budget - low_bytes) / (high_bytes - low_bytes)
         part = round(min(max(part, low + 0.02 * (high - low)), high - 0.02 * (high - low)), 4)
-        size = bytes_with(part)
+        size = quick_bytes_with(part)
         if size <= budget:
             low, low_bytes = part, size
         else:
             high, high_bytes = part, size
     if low == 0 and high_bytes > budget:
-        bytes_with(0.0)
+        quick_bytes_with(0.0)
+    for part in sorted((part for part, size in tried.items() if size <= budget or part == 0), reverse=True):
+        size = bytes_with(part)
+        if size <= budget:
+            break
+    return part, size

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from operator import itemgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..utils.formatting import size_text
 from .child_costs import ChildCosts
@@ -40,7 +40,7 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What a ``SublinearSequential`` does.
+    """The segments of a ``SublinearSequential``, and their bytes and cost.
 
     Attributes:
         segments: in order; children that are not recomputed stand alone.
@@ -88,11 +88,11 @@ def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes
             f"{size_text(eager_bytes)} without recomputation, and at least {size_text(smallest)} ({smallest} bytes)"
         )
     found = _search(children, steps, budget, max(8, MAX_STATES // len(children)))
-    return plan_of(children, min(found, key=lambda state: (state.cost, state.peak)).segments)
+    return plan_of(children, min(found, key=lambda state: (state.cost, state.peak)).segments())
 
 
 def plan_of(children: Sequence[ChildCosts], segments: tuple[Segment, ...]) -> Plan:
-    """What these segments save and cost."""
+    """The bytes and the cost of these segments."""
     state = _State()
     for start, stop, mode in segments:
         # A segment that is not recomputed is as many children that are not.
@@ -157,7 +157,7 @@ def _steps(children: Sequence[ChildCosts], start: int, mode: Recompute) -> list[
         segment = Segment(start, start + 1, mode)
         return [_Step(segment, edge * first.saves_input, first.saved_bytes, 0, 0.0, first.saves_output)]
     found = []
-    # What the children save, the results of their products, and what both have in common.
+    # Bytes that the children save, those of their products' results, and those that are both.
     inside = products = shared = 0
     cost = 0.0
     for k in range(start, len(children)):
@@ -181,19 +181,26 @@ def _steps(children: Sequence[ChildCosts], start: int, mode: Recompute) -> list[
 
 
 class _State(NamedTuple):
-    """A way to run the first of the sequence: bytes saved, cost, whether the last output is among what is saved, and
-    the worst moment."""
+    """A way to run the first of the sequence: bytes saved, cost, whether the last output is among what is saved, the
+    worst moment, and the segments: a pair of those before the last one, and the last one."""
 
     saved: int = 0
     cost: float = 0.0
     saves_output: bool = False
     peak: int = 0
-    segments: tuple[Segment, ...] = ()
+    path: Any = None
 
     def after(self, step: _Step, edge: int) -> _State:
         saved = self.saved + (edge if self.saves_output else step.input_bytes) + step.saved
         peak = max(self.peak, saved + step.extra)
-        return _State(saved, self.cost + step.cost, step.saves_output, peak, (*self.segments, step.segment))
+        return _State(saved, self.cost + step.cost, step.saves_output, peak, (self.path, step.segment))
+
+    def segments(self) -> tuple[Segment, ...]:
+        found, path = [], self.path
+        while path is not None:
+            path, segment = path
+            found.append(segment)
+        return tuple(found[::-1])
 
 
 # --- the search -------------------------------------------------------------------------------------------------------

@@ -95,7 +95,7 @@ class SublinearSequential(nn.Sequential):
 
     @property
     def plan(self) -> Plan | None:
-        """What is recomputed, and what is saved; None before the first forward pass in training."""
+        """The segments, and the bytes that they save; None before the first forward pass in training."""
         return None if self._planned is None else self._planned.plan
 
     def forward(self, input: Any, *others: Any) -> Any:
