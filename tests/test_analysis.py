@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu import DEVICE, INTERPRETER_WARNINGS
-from literature import FIXED, PUBLISHED, Published
-from reference import all_values, derivative, encoding_error, second_derivative, ulp
+from literature import FIXED, Published
+from reference import all_values, derivative, second_derivative, ulp
 from torch import Tensor
 
 import fusedlayers as fl
@@ -52,12 +52,6 @@ every_told = pytest.mark.parametrize("published", TOLD, ids=str)
 
 
 # --- what is decided --------------------------------------------------------------------------------------------------
-
-
-def test_there_is_something_to_decide() -> None:
-    assert len(PUBLISHED) >= 50 and len({published.name for published in PUBLISHED}) == len(PUBLISHED)
-    assert all(published.kind == "input" for published in PUBLISHED if published.trainable)
-    assert {published.kind for published in FIXED} == {"monotone", "folded", "input"}
 
 
 @pytest.mark.parametrize("published", FIXED, ids=str)
@@ -320,29 +314,6 @@ def test_inputs_are_found_from_outputs(dtype: torch.dtype) -> None:
     assert inside[0] < 0 and 1 < inside[1] == inside[2] < 1.01 and inside[3] < 0 and bool(inside[4].isnan())
 
 
-# --- the branch -------------------------------------------------------------------------------------------------------
-
-
-@every_half
-@pytest.mark.parametrize("published", [p for p in TOLD if p.kind == "folded"], ids=str)
-def test_every_16_bit_number_knows_its_branch(published: Published, dtype: torch.dtype) -> None:
-    activation = _activation(published)
-    if activation.output_refusal(dtype) is not None:
-        return
-    fold = activation.fold
-    assert fold is not None
-    z = all_values(dtype)
-    y, _ = _slopes(z, activation)
-    truth = published.function(z.double())
-    real = truth.isfinite() & y.isfinite()
-    marked = fold.marks(z.double())
-    assert torch.equal(branch_bit.decode(y.float(), dtype)[real], marked[real])
-    unit = encoding_error(torch.maximum(truth.abs(), y.double().abs()), dtype)
-    assert bool(((y.double() - truth).abs()[real] <= 1.01 * unit[real]).all())
-    certain = real & ~marked & (truth >= 0)
-    assert torch.equal(y[certain], truth.to(dtype)[certain])
-
-
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -364,16 +335,6 @@ def test_cpu_tables_hold_the_derivative(published: Published) -> None:
     error = (quick.double() - slow).abs() / float(slow.abs().max())
     assert float(error.max()) <= 2 * table.ADDED
     assert float(error[: len(z)].square().mean().sqrt()) <= 2 * PRECISIONS[torch.float32].tolerance
-
-
-@pytest.mark.parametrize("name", ["isru", "relu1", "penalized_tanh"])
-def test_tables_leave_their_argument_alone_and_keep_nan(name: str) -> None:
-    (activation,) = (_activation(p) for p in FIXED if p.name == name)
-    y = torch.tensor([0.25, 0.5, math.nan, -0.0, 0.0])
-    before = y.clone()
-    slope, _ = cpu.gradient(torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1)
-    assert torch.equal(y.view(torch.int32), before.view(torch.int32))
-    assert slope.isnan().tolist() == [False, False, True, False, False]
 
 
 def test_without_an_accurate_table_polynomials_are_evaluated() -> None:

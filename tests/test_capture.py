@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fusedlayers.activations import free_variables
 from fusedlayers.activations.free_variables import find_variables
 
 Function = Callable[[Tensor], Tensor]
@@ -337,20 +336,3 @@ def test_modules_with_hooks_are_refused_wherever_they_are() -> None:
     network = Network()
     network.register_forward_hook(lambda *_: None)
     assert find_variables(network.act).refusal is None  # a method that is called by itself runs none
-
-
-def test_it_is_quick() -> None:
-    # A second walk is needed once, to learn what the code names.
-    network = Network()
-    find_variables(network.act)
-    walks = []
-
-    class Counting(free_variables._Search):
-        def __init__(self, names: Any) -> None:
-            super().__init__(names)
-            walks.append(1)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(free_variables, "_Search", Counting)
-        find_variables(network.act)
-    assert len(walks) == 1
