@@ -7,7 +7,6 @@ parameters need their input in any case: the parameters' own gradients do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,8 +64,6 @@ def _sqnl(z: Tensor) -> Tensor:
     return inner - inner * inner.abs() / 4
 
 
-
-
 def _hexpo(z: Tensor) -> Tensor:
     return torch.where(z >= 0, -torch.expm1(-z.clamp(min=0)), torch.expm1(z.clamp(max=0)))
 
@@ -94,8 +91,6 @@ def _apl(z: Tensor, a1: float, b1: float, a2: float, b2: float) -> Tensor:
 
 def _double_exponential(z: Tensor) -> Tensor:
     return torch.where(z >= 0, z, 1.5 * torch.expm1(z.clamp(max=0)) + 0.5 * torch.expm1(2 * z.clamp(max=0)))
-
-
 
 
 def _cube_root_like(z: Tensor) -> Tensor:
