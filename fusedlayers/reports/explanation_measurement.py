@@ -88,7 +88,7 @@ class Subject:
         """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
         if not self._activation.needs_tracing or self._activation.row is not None:
             return self._activation.plain, self._activation
-        from ..activations.verification import own_tensors  # with it come parts of torch whose import takes a second
+        from ..activations.custom import own_tensors  # with it come parts of torch whose import takes a second
 
         variables = find_variables(self._activation.function)
         function = variables.rebind(own_tensors(variables, dtype))
