@@ -15,7 +15,7 @@ from reference import all_values, derivative, encoding_error, second_derivative,
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.activations import DTYPES, Activation, Row, activations, record, resolve, rows, table
+from fusedlayers.activations import DTYPES, Activation, Definition, activations, definitions, record, resolve, table
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import GELU_ERRORS
 from fusedlayers.derivative.features import Fold
@@ -25,7 +25,7 @@ from fusedlayers.plan import describe
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
-TABLE = [row.bind() for row in rows()]
+TABLE = [row.bind() for row in definitions()]
 FOLDED = [a for a in TABLE if a.is_folded]
 MONOTONE = [a for a in TABLE if not a.is_folded]
 
@@ -60,7 +60,7 @@ FORMULAS = {
 
 def test_the_table_holds_what_was_promised() -> None:
     assert set(activations()) >= EXPECTED
-    assert fl.activations() == activations() == tuple(row.name for row in rows())
+    assert fl.activations() == activations() == tuple(row.name for row in definitions())
 
 
 @every_activation
@@ -68,7 +68,7 @@ def test_each_row_computes_what_torch_computes(activation: Activation) -> None:
     z = torch.cat([torch.linspace(-30, 30, 20_001), torch.logspace(-6, 1, 1000), -torch.logspace(-6, 1, 1000)]).double()
     torchs = FORMULAS.get(activation.name, activation.plain)
     if activation.name not in FORMULAS:
-        assert activation.row is not None and activation.row.stands_for
+        assert activation.definition is not None and activation.definition.stands_for
     torch.testing.assert_close(activation.function(z), torchs(z), rtol=1e-12, atol=4e-15, equal_nan=True)
 
 
@@ -114,13 +114,13 @@ def test_describe_says_what_is_kept_and_why() -> None:
     ],
 )
 def test_parameters_whose_output_does_not_tell(name: str, parameters: dict[str, float], reason: str) -> None:
-    bound = {row.name: row for row in rows()}[name].bind(**parameters)
+    bound = {row.name: row for row in definitions()}[name].bind(**parameters)
     assert reason in (bound.needs_input_reason or "")
     assert describe(bound, "auto", torch.float32).startswith("saves the input: ")
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
-def test_bound_rows_are_one_object_per_parameter_set(row: Row) -> None:
+@pytest.mark.parametrize("row", definitions(), ids=lambda row: row.name)
+def test_bound_rows_are_one_object_per_parameter_set(row: Definition) -> None:
     assert row.bind() is row.bind(**row.parameters) is resolve(row.name)
     assert repr(row.bind()) == row.name
     for clone in (pickle.loads(pickle.dumps(row.bind())), copy.deepcopy(row.bind())):
@@ -145,12 +145,12 @@ _ARGUMENTS = {nn.Threshold: (1.0, 0.0)}
     # A ReLU6 is one of hardtanh's if its limits have been changed (test_fuse.py).
     [
         pytest.param(r, t, a, id=f"{r.name}-{t.__name__}")
-        for r in rows()
+        for r in definitions()
         for t, a in r.stands_for
         if (r.name, t) != ("hardtanh", nn.ReLU6)
     ],
 )
-def test_what_a_row_stands_for_resolves_to_it(row: Row, target: object, arguments: dict[str, object]) -> None:
+def test_what_a_row_stands_for_resolves_to_it(row: Definition, target: object, arguments: dict[str, object]) -> None:
     if target is nn.ReLU6:  # whose constructor has no limits
         arguments = {}
     if isinstance(target, type):
@@ -267,7 +267,7 @@ def test_a_function_without_the_arguments_that_it_must_have_fails_as_in_torch() 
 
 
 def test_old_parameter_values_are_forgotten() -> None:
-    row = next(row for row in rows() if row.name == "leaky_relu")
+    row = next(row for row in definitions() if row.name == "leaky_relu")
     for i in range(3000):
         row.bind(negative_slope=1.0 + i)
     assert record._bound.cache_info().currsize <= 1024

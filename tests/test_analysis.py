@@ -14,7 +14,7 @@ from reference import all_values, derivative, second_derivative, ulp
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, Row
+from fusedlayers.activations import Activation, Definition
 from fusedlayers.activations.tracing import trace
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import FLOAT32_ALLOWANCE, GELU_ERRORS, Analysis, analyse
@@ -40,11 +40,11 @@ def _analysis(published: Published) -> Analysis:
 
 @functools.cache
 def _activation(published: Published) -> Activation:
-    return Row(published.name, published.function, derivative_given_output=_analysis(published)).bind()
+    return Definition(published.name, published.function, derivative_given_output=_analysis(published)).bind()
 
 
 def _of(name: str, function: Function) -> Activation:
-    return Row(name, function, derivative_given_output=analyse(function)).bind()
+    return Definition(name, function, derivative_given_output=analyse(function)).bind()
 
 
 TOLD = [published for published in FIXED if published.kind != "input"]

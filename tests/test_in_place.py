@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers import sizes
-from fusedlayers.activations import KEPT_BY_TORCH, resolve, rows
+from fusedlayers.activations import KEPT_BY_TORCH, definitions, resolve
 from fusedlayers.memory import saved_bytes
 
 
@@ -25,10 +25,10 @@ def all_is_medium(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "MEDIUM_BYTES", 1 << 30)
 
 
-IN_PLACE = [row.name for row in rows() if resolve(row.name).in_place is not None]
+IN_PLACE = [row.name for row in definitions() if resolve(row.name).in_place is not None]
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: row.name)
+@pytest.mark.parametrize("row", definitions(), ids=lambda row: row.name)
 def test_the_table_says_what_saves_its_result(row: Any) -> None:
     activate = row.native.activate_
     if activate is None:

@@ -37,7 +37,7 @@ from ..utils.storages import sizes_of
 from .free_variables import FreeVariables, find_variables
 from .partition import Split, example_shape
 from .partition import split as split_trace
-from .record import Activation, Row, WithOperands
+from .record import Activation, Definition, WithOperands
 from .table import by_name
 from .tracing import NotPointwise, muted
 
@@ -140,12 +140,12 @@ def _trace(
         return _Traced(equal)
     if not saved:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
-    row = None
+    definition = None
     if not split.dims:
         # Made once for all shapes and dtypes, because it takes up to a second.
         analysis = _analyses.get(variables.key) or _analyses.put(variables.key, analyse(split.body))
-        row = Row(activation.name, split.body, derivative_given_output=analysis)
-    found = Activation(activation.name, split.body, row=row, operand_dims=split.dims, is_traced=True)
+        definition = Definition(activation.name, split.body, derivative_given_output=analysis)
+    found = Activation(activation.name, split.body, definition=definition, operand_dims=split.dims, is_traced=True)
     keeps_less = found.output_refusal(dtype) is not None and with_output < _BUFFERS_OF_A_LAYER
     return _Traced(replace(found, torch_keeps_less=keeps_less), split if split.dims else None)
 
@@ -306,5 +306,5 @@ def _of_rows() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
     small = torch.logspace(-30, 0, 150, dtype=torch.float64)
     near = torch.linspace(-NEAR, NEAR, 4001, dtype=torch.float64), small, -small, torch.tensor([math.nan]).double()
     z = torch.cat([*near, round_numbers(), far, -far])
-    known = [found for found in by_name.values() if found.row is not None and not found.is_identity]
+    known = [found for found in by_name.values() if found.definition is not None and not found.is_identity]
     return z, [(activation, torch.stack(value_and_slope(activation.plain, z))) for activation in known]

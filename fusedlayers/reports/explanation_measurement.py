@@ -86,7 +86,7 @@ class Subject:
 
     def _in(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
         """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
-        if not self._activation.needs_tracing or self._activation.row is not None:
+        if not self._activation.needs_tracing or self._activation.definition is not None:
             return self._activation.plain, self._activation
         from ..activations.custom import own_tensors  # with it come parts of torch whose import takes a second
 
