@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import resolve, rows
+from fusedlayers.activations import definitions, resolve
 
 from .grid import Benchmark
 from .measure import Setting
@@ -38,7 +38,7 @@ class Case:
 
 
 def cases(kind: str) -> list[Case]:
-    return [Case(row.name, dtype) for row in rows() if row.name != "identity" for dtype in DTYPES]
+    return [Case(row.name, dtype) for row in definitions() if row.name != "identity" for dtype in DTYPES]
 
 
 def measure_case(case: Case, setting: Setting) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from fusedlayers.activations import Activation, rows
+from fusedlayers.activations import Activation, definitions
 
 #: Without a GPU the kernels are interpreted, on CPU tensors (``conftest.py``).
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -16,7 +16,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def _variants() -> list[Activation]:
     """Every row with its default parameters, and once with others."""
     found = []
-    for row in rows():
+    for row in definitions():
         found.append(row.bind())
         if row.parameters:
             found.append(row.bind(**{name: 2 * value for name, value in row.parameters.items()}))

@@ -7,7 +7,6 @@ parameters need their input in any case: the parameters' own gradients do.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,10 +64,6 @@ def _sqnl(z: Tensor) -> Tensor:
     return inner - inner * inner.abs() / 4
 
 
-def _soft_modulus_q(z: Tensor) -> Tensor:
-    return torch.where(z.abs() <= 1, z * z * (2 - z.abs()), z.abs())
-
-
 def _hexpo(z: Tensor) -> Tensor:
     return torch.where(z >= 0, -torch.expm1(-z.clamp(min=0)), torch.expm1(z.clamp(max=0)))
 
@@ -96,13 +91,6 @@ def _apl(z: Tensor, a1: float, b1: float, a2: float, b2: float) -> Tensor:
 
 def _double_exponential(z: Tensor) -> Tensor:
     return torch.where(z >= 0, z, 1.5 * torch.expm1(z.clamp(max=0)) + 0.5 * torch.expm1(2 * z.clamp(max=0)))
-
-
-def _log_cosh_stable(z: Tensor) -> Tensor:
-    # log1p(x) where x is small, and without overflow.
-    near = torch.log1p(2 * torch.sinh(z.clamp(-4, 4) / 2).square())
-    far = z.abs() - math.log(2) + torch.log1p(torch.exp(-2 * z.abs()))
-    return torch.where(z.abs() < 4, near, far)
 
 
 def _cube_root_like(z: Tensor) -> Tensor:
@@ -133,11 +121,9 @@ PUBLISHED = (
     Published("hexpo", _hexpo, "monotone", _ABOVE),
     # Gompertz, 1825, as an activation: Iliev et al., 2018
     Published("gompertz", lambda z: torch.exp(-torch.exp(-z)), "monotone", _ABOVE),
-    Published("arctan", torch.atan, "monotone", _ABOVE),
     Published("bent_identity", lambda z: (torch.sqrt(z * z + 1) - 1) / 2 + z, "monotone", _ABOVE),
     Published("erf", torch.erf, "monotone", _ABOVE),
     Published("double_exponential", _double_exponential, "monotone", "two exponentials and a line"),
-    Published("asinh", torch.asinh, "monotone", "grows as a logarithm"),
     Published("relu1", lambda z: F.hardtanh(z, 0, 1), "monotone", "two plateaus"),
     # Liu et al., 2019: natural logarithm rectified linear unit, beta = 1
     Published("nlrelu", lambda z: torch.log1p(torch.relu(z)), "monotone", "a logarithm, and a plateau"),
@@ -154,39 +140,24 @@ PUBLISHED = (
     Published("tanhexp", lambda z: z * torch.tanh(torch.exp(z)), "folded", _ONE_DIP),
     # Naveen, Phish: A Novel Hyper-Optimizable Activation Function, 2022
     Published("phish", lambda z: z * torch.tanh(F.gelu(z)), "input", "turns twice"),
+    # Roy et al., LiSHT, 2019
+    Published("lisht", lambda z: z * torch.tanh(z), "input", "its outputs are positive on both sides of its minimum"),
+    # Vallés-Pérez et al., Empirical Study of the Modulus as Activation Function, 2023
+    Published("modulus", torch.abs, "input", "its outputs are positive on both sides of its minimum"),
     # Zhu et al., Logish, 2021
     Published("logish", lambda z: z * torch.log1p(torch.sigmoid(z)), "folded", _ONE_DIP),
     # Nag and Bhattacharyya, SERF, 2021
     Published("serf", lambda z: z * torch.erf(F.softplus(z)), "folded", _ONE_DIP),
-    # Roy et al., LiSHT, 2019
-    Published("lisht", lambda z: z * torch.tanh(z), "input", "its outputs are positive on both sides of its minimum"),
-    # Log-cosh, naively, and so that its values near 0 keep their digits
-    Published("log_cosh", lambda z: torch.log(torch.cosh(z)), "input", "1 + z^2/2 loses the digits of z in float32"),
-    Published("log_cosh_stable", _log_cosh_stable, "input", "as above"),
-    # Vallés-Pérez et al., Empirical Study of the Modulus as Activation Function, 2023
-    Published("modulus", torch.abs, "input", "its outputs are positive on both sides of its minimum"),
-    Published("soft_modulus_q", _soft_modulus_q, "input", "as above"),
     # Patwardhan et al., ARiA, 2018: alpha = 1.5, beta = 2
     Published("aria2", lambda z: z * torch.pow(1 + torch.exp(-2 * z), -1.5), "folded", _ONE_DIP),
-    # Biswas et al., TanhSoft, 2020: TanhSoft-1 with alpha = 0.87, TanhSoft-2 with beta = 0.75 and gamma = 0.75
-    Published("tanhsoft1", lambda z: torch.tanh(0.87 * z) * F.softplus(z), "folded", _ONE_DIP),
-    Published("tanhsoft2", lambda z: z * torch.tanh(0.75 * torch.exp(0.75 * z)), "folded", _ONE_DIP),
     # Wang et al., Smish, 2022
     Published("smish", lambda z: z * torch.tanh(torch.log1p(torch.sigmoid(z))), "folded", _ONE_DIP),
-    # Madhu et al., NIPUNA, 2023: max(z sigmoid(z), z)
-    Published("nipuna", lambda z: torch.maximum(z * torch.sigmoid(z), z), "input", "a kink at 0 beside its minimum"),
     # Xu et al., Revise Saturated Activation Functions, 2016
     Published("penalized_tanh", lambda z: torch.tanh(z) * torch.where(z > 0, 1.0, 0.25), "monotone", "a kink at 0"),
     # Chieng et al., Flatten-T Swish, 2018, T = -0.2
     Published("flatten_t_swish", lambda z: torch.relu(z) * torch.sigmoid(z) - 0.2, "monotone", "flat below 0"),
-    # Elfwing et al., Sigmoid-Weighted Linear Units, 2018: dSiLU
-    Published(
-        "dsilu", lambda z: torch.sigmoid(z) * (1 + z * (1 - torch.sigmoid(z))), "input", "a dip and a bump: turns twice"
-    ),
     # --- the output does not tell -------------------------------------------------------------------------------------
     Published("gaussian", lambda z: torch.exp(-z * z), "input", "at a top at 1 an output tells too little"),
-    Published("sinc", lambda z: torch.sinc(z / math.pi), "input", "turns without end"),
-    Published("mexican_hat", lambda z: (1 - z * z) * torch.exp(-z * z / 2), "input", "turns three times"),
     # Ziyin et al., Neural Networks Fail to Learn Periodic Functions, 2020, a = 1
     Published("snake_fixed", lambda z: z + torch.sin(z).square(), "input", "its slope never settles"),
     # So et al., Primer, 2021, with the constants of Yu et al., MetaFormer Baselines, 2022
@@ -236,10 +207,6 @@ PUBLISHED = (
     # Yu et al., MetaFormer Baselines for Vision, 2022
     Published(
         "star_relu", lambda z, s, b: s * torch.relu(z).square() + b, "input", _TRAINS, (("s", 0.8944), ("b", -0.4472))
-    ),
-    # Godfrey and Gashler, A Continuum among Logarithmic, Linear, and Exponential Functions, 2015 (alpha > 0)
-    Published(
-        "soft_exponential", lambda z, a: torch.expm1(a * z) / a + a, "input", _TRAINS, (("a", 0.5),)
     ),
 )  # fmt: skip
 

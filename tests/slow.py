@@ -18,7 +18,6 @@ WHOLE = ("test_architecture", "test_contracts", "test_messages")
 #: Module -> test -> how many of its cases are not slow, where that is another number.
 SLOW: dict[str, dict[str, int]] = {
     "test_activations": {
-        "test_derivatives_are_at_the_floor": 1,
         "test_fits_meet_their_tolerance": 6,
     },
     "test_analysis": {

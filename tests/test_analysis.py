@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from gpu import DEVICE, INTERPRETER_WARNINGS
-from literature import FIXED, PUBLISHED, Published
-from reference import all_values, derivative, encoding_error, second_derivative, ulp
+from literature import FIXED, Published
+from reference import all_values, derivative, second_derivative, ulp
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, Row
+from fusedlayers.activations import Activation, Definition
 from fusedlayers.activations.tracing import trace
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import FLOAT32_ALLOWANCE, GELU_ERRORS, Analysis, analyse
@@ -40,11 +40,11 @@ def _analysis(published: Published) -> Analysis:
 
 @functools.cache
 def _activation(published: Published) -> Activation:
-    return Row(published.name, published.function, derivative_given_output=_analysis(published)).bind()
+    return Definition(published.name, published.function, derivative_given_output=_analysis(published)).bind()
 
 
 def _of(name: str, function: Function) -> Activation:
-    return Row(name, function, derivative_given_output=analyse(function)).bind()
+    return Definition(name, function, derivative_given_output=analyse(function)).bind()
 
 
 TOLD = [published for published in FIXED if published.kind != "input"]
@@ -54,12 +54,6 @@ every_told = pytest.mark.parametrize("published", TOLD, ids=str)
 # --- what is decided --------------------------------------------------------------------------------------------------
 
 
-def test_there_is_something_to_decide() -> None:
-    assert len(PUBLISHED) >= 50 and len({published.name for published in PUBLISHED}) == len(PUBLISHED)
-    assert all(published.kind == "input" for published in PUBLISHED if published.trainable)
-    assert {published.kind for published in FIXED} == {"monotone", "folded", "input"}
-
-
 @pytest.mark.parametrize("published", FIXED, ids=str)
 def test_each_is_what_it_was_expected_to_be(published: Published) -> None:
     analysis = _analysis(published)
@@ -67,10 +61,6 @@ def test_each_is_what_it_was_expected_to_be(published: Published) -> None:
     assert (analysis.kind if refused is None else "input") == published.kind, analysis.reason
     assert (refused or analysis.reason).startswith("the function ")
     assert (analysis.fold is not None) == (analysis.kind == "folded")
-
-
-def _raises(z: Tensor) -> Tensor:
-    raise RuntimeError("no\nthanks")
 
 
 def _stairs(z: Tensor) -> Tensor:
@@ -105,12 +95,6 @@ REFUSALS: dict[str, tuple[Function, str]] = {
     ),
     "straight-through": (lambda z: z + (torch.round(z) - z).detach(), "does not return its derivative"),
     "staircase": (_stairs, r"has at least \d+ kinks|turns \d+ times"),
-    "softmax": (lambda z: torch.softmax(z.reshape(-1), 0).reshape(z.shape), "does not map each element by itself"),
-    "random": (lambda z: z * torch.rand_like(z), "is random"),
-    "sum": (lambda z: z.sum(), "does not map each element by itself"),
-    "float32": (lambda z: torch.tanh(z.float()), "returns torch.float32"),
-    "raises": (_raises, "cannot be analysed in float64: RuntimeError: no$"),
-    "no tensor": (lambda z: 3.0, "does not map each element by itself"),  # type: ignore[dict-item,return-value]
     # 0.6 % of N(0, 1) have the output 5 in 16 bits, or lie next to the kink in float32.
     "far from 0": (lambda z: torch.relu(z) + 1000, "too coarsely: a float32 output determines the derivative to"),
     # What autograd returns at a kink, of which an output knows nothing.
@@ -320,29 +304,6 @@ def test_inputs_are_found_from_outputs(dtype: torch.dtype) -> None:
     assert inside[0] < 0 and 1 < inside[1] == inside[2] < 1.01 and inside[3] < 0 and bool(inside[4].isnan())
 
 
-# --- the branch -------------------------------------------------------------------------------------------------------
-
-
-@every_half
-@pytest.mark.parametrize("published", [p for p in TOLD if p.kind == "folded"], ids=str)
-def test_every_16_bit_number_knows_its_branch(published: Published, dtype: torch.dtype) -> None:
-    activation = _activation(published)
-    if activation.output_refusal(dtype) is not None:
-        return
-    fold = activation.fold
-    assert fold is not None
-    z = all_values(dtype)
-    y, _ = _slopes(z, activation)
-    truth = published.function(z.double())
-    real = truth.isfinite() & y.isfinite()
-    marked = fold.marks(z.double())
-    assert torch.equal(branch_bit.decode(y.float(), dtype)[real], marked[real])
-    unit = encoding_error(torch.maximum(truth.abs(), y.double().abs()), dtype)
-    assert bool(((y.double() - truth).abs()[real] <= 1.01 * unit[real]).all())
-    certain = real & ~marked & (truth >= 0)
-    assert torch.equal(y[certain], truth.to(dtype)[certain])
-
-
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
@@ -364,16 +325,6 @@ def test_cpu_tables_hold_the_derivative(published: Published) -> None:
     error = (quick.double() - slow).abs() / float(slow.abs().max())
     assert float(error.max()) <= 2 * table.ADDED
     assert float(error[: len(z)].square().mean().sqrt()) <= 2 * PRECISIONS[torch.float32].tolerance
-
-
-@pytest.mark.parametrize("name", ["isru", "relu1", "penalized_tanh"])
-def test_tables_leave_their_argument_alone_and_keep_nan(name: str) -> None:
-    (activation,) = (_activation(p) for p in FIXED if p.name == name)
-    y = torch.tensor([0.25, 0.5, math.nan, -0.0, 0.0])
-    before = y.clone()
-    slope, _ = cpu.gradient(torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1)
-    assert torch.equal(y.view(torch.int32), before.view(torch.int32))
-    assert slope.isnan().tolist() == [False, False, True, False, False]
 
 
 def test_without_an_accurate_table_polynomials_are_evaluated() -> None:

@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedlayers as fl
 from fusedlayers import sizes
-from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.activations import Activation, definitions, resolve
 from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import saved_bytes
 
-TABLE = [row.bind() for row in rows()]
+TABLE = [row.bind() for row in definitions()]
 
 every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
 

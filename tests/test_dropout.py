@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.activations import Activation, definitions, resolve
 from fusedlayers.kernels import cpu, reference
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops import dropout_node as dropout
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TABLE = [row.bind() for row in rows()]
+TABLE = [row.bind() for row in definitions()]
 SERVED = [(a, dtype) for a in TABLE for dtype in DTYPES if a.output_refusal(dtype) is None]
 SERVED = [(a, dtype) for a, dtype in SERVED if not a.is_identity and dropout.tells_scaled(a, dtype)]
 every_served = pytest.mark.parametrize(("activation", "dtype"), SERVED, ids=str)

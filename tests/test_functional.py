@@ -15,10 +15,10 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers import sizes
-from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.activations import Activation, definitions, resolve
 from fusedlayers.derivative import branch_bit
 
-TABLE = [row.bind() for row in rows()]
+TABLE = [row.bind() for row in definitions()]
 FOLDED = [a for a in TABLE if a.is_folded]
 SAVES = ("output", "input", "recompute")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -83,7 +83,7 @@ def test_bias_act_matches_float64(activation: Activation, save: str, dtype: torc
 @every_float
 def test_parameters(name: str, parameters: dict[str, float], dtype: torch.dtype) -> None:
     # Those whose output does not suffice fall back to the input by themselves.
-    activation = {row.name: row for row in rows()}[name].bind(**parameters)
+    activation = {row.name: row for row in definitions()}[name].bind(**parameters)
     x, w, b = leaves((33, 24), (40, 24), (40,), dtype=dtype)
     compare(fl.dense_bias_act, reference.dense_bias_act, activation, x, w, b)
     z, b = leaves((33, 40), (40,), dtype=dtype)

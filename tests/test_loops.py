@@ -22,7 +22,7 @@ from reference import FOLDED_TOLERANCE, all_values, derivative, relative
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.activations import Activation, definitions, resolve
 from fusedlayers.call import with_operands
 from fusedlayers.derivative import branch_bit
 from fusedlayers.kernels import GradientRequest, cpu, reference
@@ -32,7 +32,7 @@ from fusedlayers.kernels.cpu import cpu_elementwise as elementwise
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(build.shared_object() is None, reason=str(build.missing_because()))
 
-FOLDED = [row.bind() for row in rows() if row.bind().is_folded]
+FOLDED = [row.bind() for row in definitions() if row.bind().is_folded]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers.activations import Activation, resolve, rows
+from fusedlayers.activations import Activation, definitions, resolve
 from fusedlayers.memory import peak_bytes, saved_bytes
 
-ALL = [row.bind() for row in rows()]
+ALL = [row.bind() for row in definitions()]
 OUTPUT_ONLY = [a for a in ALL if a.output_refusal(torch.float32) is None and not a.is_identity]
 FOLDED = [a for a in OUTPUT_ONLY if a.is_folded]
 

@@ -14,7 +14,7 @@ from reference import derivative
 from torch import Tensor
 
 from fusedlayers.activations import Activation, resolve
-from fusedlayers.activations.tracing import NotPointwise, Trace, _read, aten_graph, simplified, trace
+from fusedlayers.activations.tracing import NotPointwise, Trace, trace
 
 ROOT = Path(__file__).parents[1]
 
@@ -167,18 +167,6 @@ OUTSIDE = torch.randn(5)
 def test_what_is_not_pointwise_is_refused(function: Function, message: str) -> None:
     with pytest.raises(NotPointwise, match=message):
         trace(function)
-
-
-@pytest.mark.parametrize(
-    ("function", "option"),
-    [(lambda z: torch.round(z, decimals=2), "decimals"), (lambda z: F.gelu(z, approximate="tanh"), "approximate")],
-    ids=["round", "gelu"],
-)
-def test_an_option_that_nobody_reads_is_refused(function: Function, option: str) -> None:
-    # Decompositions deal with those there are; without them:
-    graph = aten_graph(function, [torch.zeros(3, 5)])
-    with pytest.raises(NotPointwise, match=f"with {option} has no decomposition"):
-        _read(simplified(graph), ("z",))
 
 
 def test_in_place_operations_that_torch_cannot_trace_are_named() -> None:

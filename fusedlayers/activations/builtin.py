@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..derivative.features import Fold
 from ..derivative.folded import FoldedDerivative
-from .record import Native, Row
+from .record import Definition, Native
 from .table import register
 
 aten = torch.ops.aten
@@ -89,16 +89,16 @@ def _hardswish_derivative(distance: Tensor, y: Tensor, left: Tensor) -> Tensor:
     return torch.where(left, torch.where(y == 0, 0.0, -slope), torch.where(y >= 3, 1.0, slope))
 
 
-TABLE = (
+DEFINITIONS = (
     # --- piecewise linear ---------------------------------------------------------------------------------------------
-    Row(
+    Definition(
         "identity",
         lambda z: z,
         derivative_given_output=torch.ones_like,
         inverse=lambda y: y,
         stands_for=((nn.Identity, {}),),
     ),
-    Row(
+    Definition(
         "relu",
         torch.relu,
         derivative_given_output=lambda y: torch.where(y > 0, 1.0, 0.0),
@@ -111,7 +111,7 @@ TABLE = (
             is_piecewise=True,
         ),
     ),
-    Row(
+    Definition(
         "leaky_relu",
         F.leaky_relu,
         {"negative_slope": 0.01},
@@ -132,14 +132,14 @@ TABLE = (
             is_piecewise=True,
         ),
     ),
-    Row(
+    Definition(
         "relu6",
         F.relu6,
         derivative_given_output=lambda y: torch.where((y > 0) & (y < 6), 1.0, 0.0),
         stands_for=((nn.ReLU6, {"min_val": 0.0, "max_val": 6.0}), (F.relu6, {})),
         native=Native(aten.relu6_.default, (aten.hardtanh_backward, lambda dy, y: (dy, y, 0, 6)), is_piecewise=True),
     ),
-    Row(
+    Definition(
         "hardtanh",
         F.hardtanh,
         {"min_val": -1.0, "max_val": 1.0},
@@ -152,7 +152,7 @@ TABLE = (
             is_piecewise=True,
         ),
     ),
-    Row(
+    Definition(
         "trelu",
         F.threshold,
         {"threshold": 1.0, "value": 0.0},
@@ -169,14 +169,14 @@ TABLE = (
             is_piecewise=True,
         ),
     ),
-    Row(
+    Definition(
         "softshrink",
         F.softshrink,
         {"lambd": 0.5},
         derivative_given_output=lambda y, lambd: torch.where(y == 0, 0.0, 1.0),
         stands_for=((nn.Softshrink, {}), (F.softshrink, {})),
     ),
-    Row(
+    Definition(
         "hardsigmoid",
         _hardsigmoid,
         derivative_given_output=lambda y: torch.where((y > 0) & (y < 1), torch.full_like(y, 1 / 6), 0.0),
@@ -190,13 +190,13 @@ TABLE = (
         plain=_hardsigmoid,
     ),
     # --- smooth and monotone ------------------------------------------------------------------------------------------
-    Row(
+    Definition(
         "squared_relu",
         _squared_relu,
         derivative_given_output=_squared_relu_derivative,
         native=Native(loop=("squared_relu", 0.0), is_piecewise=True),
     ),
-    Row(
+    Definition(
         "tanh",
         torch.tanh,
         derivative_given_output=lambda y: 1 - y * y,
@@ -204,7 +204,7 @@ TABLE = (
         stands_for=((nn.Tanh, {}), (torch.tanh, {}), (F.tanh, {})),
         native=Native(torch.tanh_, (aten.tanh_backward, lambda dy, y: (dy, y)), loop=("tanh", 0.0)),
     ),
-    Row(
+    Definition(
         "sigmoid",
         torch.sigmoid,
         derivative_given_output=lambda y: y * (1 - y),
@@ -212,7 +212,7 @@ TABLE = (
         stands_for=((nn.Sigmoid, {}), (torch.sigmoid, {}), (F.sigmoid, {})),
         native=Native(torch.sigmoid_, (aten.sigmoid_backward, lambda dy, y: (dy, y)), loop=("sigmoid", 0.0)),
     ),
-    Row(
+    Definition(
         "elu",
         F.elu,
         {"alpha": 1.0},
@@ -227,7 +227,7 @@ TABLE = (
             loop=("elu", "alpha"),
         ),
     ),
-    Row(
+    Definition(
         "selu",
         F.selu,
         derivative_given_output=lambda y: torch.where(y > 0, _SELU_SCALE, y + _SELU_SCALE * _SELU_ALPHA),
@@ -241,7 +241,7 @@ TABLE = (
             (aten.elu_backward, lambda dy, y: (dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y)),
         ),
     ),
-    Row(
+    Definition(
         "celu",
         F.celu,
         {"alpha": 1.0},
@@ -251,7 +251,7 @@ TABLE = (
         stands_for=((nn.CELU, {}), (F.celu, {}), (torch.celu, {})),
         native=Native(torch.celu_, (aten.elu_backward, lambda dy, y, alpha: (dy, alpha, 1, 1 / alpha, True, y))),
     ),
-    Row(
+    Definition(
         "softplus",
         F.softplus,
         {"beta": 1.0, "threshold": 20.0},
@@ -261,7 +261,7 @@ TABLE = (
         stands_for=((nn.Softplus, {}), (F.softplus, {})),
         native=Native(loop=("softplus", "beta")),
     ),
-    Row(
+    Definition(
         "logsigmoid",
         F.logsigmoid,
         derivative_given_output=lambda y: -torch.expm1(y),
@@ -269,28 +269,28 @@ TABLE = (
         stands_for=((nn.LogSigmoid, {}), (F.logsigmoid, {})),
         native=Native(loop=("logsigmoid", 0.0)),
     ),
-    Row(
+    Definition(
         "softsign",
         F.softsign,
         derivative_given_output=_softsign_derivative,
         inverse=lambda y: y / (1 - torch.abs(y)),
         stands_for=((nn.Softsign, {}), (F.softsign, {})),
     ),
-    Row(
+    Definition(
         "cbrt",
         lambda z: torch.sign(z) * torch.pow(torch.abs(z), 1 / 3),
         derivative_given_output=lambda y: 1 / (3 * y * y),
         inverse=lambda y: y * y * y,
     ),
     # --- folded: one negative minimum, the output's last bit carries the branch ---------------------------------------
-    Row(
+    Definition(
         "gelu",
         _gelu,
         derivative_given_output="fold",
         stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
         native=Native(gradient_given_input=aten.gelu_backward.default, loop=("gelu", 0.0)),
     ),
-    Row(
+    Definition(
         "gelu_tanh",
         _gelu_tanh,
         derivative_given_output="fold",
@@ -301,13 +301,13 @@ TABLE = (
             loop=("gelu_tanh", 0.0),
         ),
     ),
-    Row(
+    Definition(
         "quick_gelu",
         lambda z: z * torch.sigmoid(1.702 * z),
         derivative_given_output="fold",
         native=Native(loop=("swish", 1.702)),
     ),
-    Row(
+    Definition(
         "silu",
         F.silu,
         derivative_given_output="fold",
@@ -315,14 +315,14 @@ TABLE = (
         also_called=("swish",),
         native=Native(aten.silu_.default, gradient_given_input=aten.silu_backward.default, loop=("swish", 1.0)),
     ),
-    Row(
+    Definition(
         "mish",
         _mish,
         derivative_given_output="fold",
         stands_for=((nn.Mish, {}), (F.mish, {})),
         native=Native(gradient_given_input=aten.mish_backward.default, loop=("mish", 0.0)),
     ),
-    Row(
+    Definition(
         "hardswish",
         F.hardswish,
         derivative_given_output=FoldedDerivative(Fold(-1.5, -0.375), _hardswish_derivative),
@@ -335,5 +335,5 @@ TABLE = (
         ),
     ),
 )
-for _row in TABLE:
-    register(_row)
+for _definition in DEFINITIONS:
+    register(_definition)

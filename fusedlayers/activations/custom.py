@@ -3,34 +3,42 @@
 The function is pointwise in its first argument, and reads tensors, modules and plain numbers that its closure, its
 globals, its defaults, a partial or attributes show. ``trace_activation`` finds these (``free_variables.py``), traces
 the function, splits the trace into a part that depends on z and one that does not (``partition.py``), and compares the
-result with the original (``verification.py``). The trace serves every function with the same code, numbers and tensor
-shapes: a look-up takes 25 us, a trace a tenth of a second, the analysis of its derivative up to a second.
+result with the original (``_verify``). The trace serves every function with the same code, numbers and tensor shapes: a
+look-up takes 25 us, a trace a tenth of a second, the analysis of its derivative up to a second.
 
 A function that fails any step is left to plain PyTorch, and the log says why, once.
 
 What it does not do well: numbers (not tensors) that change at every call need a trace each, and after 32 of them the
-function is left to PyTorch. A function that reads tensors keeps its input, because training may change the tensors.
+function is left to PyTorch. A function that reads tensors keeps its input, because training may change the tensors. A
+branch that none of the compared numbers takes goes unnoticed.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Hashable
+import math
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule
 
+from .._torch import refuses_hooks
 from ..derivative.analysis import Analysis, analyse
-from ..utils.caching import BoundedCache
-from ..utils.formatting import with_place
+from ..derivative.features import round_numbers, value_and_slope
+from ..utils.caching import BoundedCache, in_clean_state
+from ..utils.formatting import first_line, with_place
+from ..utils.storages import sizes_of
 from .free_variables import FreeVariables, find_variables
 from .partition import Split, example_shape
 from .partition import split as split_trace
-from .record import Activation, Row, WithOperands
+from .record import Activation, Definition, WithOperands
+from .table import by_name
 from .tracing import NotPointwise, muted
-from .verification import recognise, verify
 
 _log = logging.getLogger("fusedlayers")
 
@@ -125,17 +133,177 @@ def _trace(
         NotPointwise: it is left to PyTorch.
     """
     split = split_trace(variables, example, dtype)
-    saved, with_output = verify(variables, split, example, dtype, autocast)
-    equal = None if split.dims else recognise(split.body)
+    saved, with_output = _verify(variables, split, example, dtype, autocast)
+    equal = None if split.dims else _recognise(split.body)
     if equal is not None:
         return _Traced(equal)
     if not saved:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
-    row = None
+    definition = None
     if not split.dims:
         # Made once for all shapes and dtypes, because it takes up to a second.
         analysis = _analyses.get(variables.key) or _analyses.put(variables.key, analyse(split.body))
-        row = Row(activation.name, split.body, derivative_given_output=analysis)
-    found = Activation(activation.name, split.body, row=row, operand_dims=split.dims, is_traced=True)
+        definition = Definition(activation.name, split.body, derivative_given_output=analysis)
+    found = Activation(activation.name, split.body, definition=definition, operand_dims=split.dims, is_traced=True)
     keeps_less = found.output_refusal(dtype) is not None and with_output < _BUFFERS_OF_A_LAYER
     return _Traced(replace(found, torch_keeps_less=keeps_less), split if split.dims else None)
+
+
+# --- equal to the function --------------------------------------------------------------------------------------------
+
+#: Special values, and about how many values are compared in all.
+_EDGES = (0.0, -0.0, 1e-30, -1e-30, 1.0, -1.0, 30.0, -30.0, 1e4, -1e4)
+_SWEEP = 4096
+#: The accepted difference. Both sides run the same operations, some of them perhaps in float32.
+_TOLERANCE = 64 * torch.finfo(torch.float32).eps
+
+
+@in_clean_state
+def _verify(
+    variables: FreeVariables, split: Split, example: tuple[int, ...], dtype: torch.dtype, autocast: bool
+) -> tuple[float, float]:
+    """Compare the function with its trace before that is used: values and gradients at about 4096 numbers of another
+    shape, in float64, in which sums whose terms cancel have digits enough. That takes some milliseconds. Returns how
+    often z's bytes PyTorch saves for backward, and how often with the output, which the next layer saves.
+
+    Raises:
+        NotPointwise: they differ; or the function raises, changes what it reads, or returns another dtype than its
+            argument's. (Under autocast it may return any dtype.)
+    """
+    shape = _other_shape(example, split.dims)
+    kept = _kept_bytes(variables, shape, dtype, autocast)
+    count = math.prod(shape)
+    moderate = torch.linspace(-8, 8, max(1, count // 2, count - len(_EDGES)), dtype=torch.float64)
+    z = torch.cat([moderate, torch.tensor(_EDGES).double()])[:count]
+    tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in own_tensors(variables, torch.float64)]
+    leaves = [z.reshape(shape).requires_grad_(), *tensors]
+    theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
+    try:
+        ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
+    except NotPointwise as error:  # as operations raise on constants of another dtype than the argument's
+        raise NotPointwise(f"it computes in one dtype alone: {first_line(error)}") from error
+    for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+        finite = a[a.isfinite()].abs()
+        largest = float(finite.max()) if finite.numel() else 0.0
+        if a.shape != b.shape or not torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * largest, equal_nan=True):
+            raise NotPointwise(_DIFFERS["gradient" if i else "value"])
+    return kept
+
+
+_DIFFERS = {
+    "value": "its operations do not give its value, which depends on something else (a shape, changing state)",
+    "gradient": "its operations do not give its gradient: autograd does not see some (no_grad, .data), or PyTorch's "
+    "formula for the gradient of one gives other values than that of its parts",
+}
+
+
+def _kept_bytes(
+    variables: FreeVariables, shape: tuple[int, ...], dtype: torch.dtype, autocast: bool
+) -> tuple[float, float]:
+    own = own_tensors(variables, None)
+    function = variables.rebind(own)
+    before = find_variables(function).key
+    z = torch.linspace(-4, 4, math.prod(shape)).reshape(shape).to(dtype)
+    kept: list[Tensor] = []  # held: an address stands for a storage only while that is alive
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor.detach())
+        return tensor
+
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            y = function(z.clone().requires_grad_() * 1)
+    except Exception as error:  # whatever a user's function may raise
+        if isinstance(error, RuntimeError) and refuses_hooks(error):
+            raise NotPointwise("it refuses saved-tensor hooks, as torch.func does") from error
+        raise _raised(error) from error
+    if find_variables(function).key != before:
+        raise NotPointwise("it changes what it reads from call to call")
+    if y.dtype is not dtype and not autocast:
+        raise NotPointwise(f"it returns {y.dtype} for {dtype}; its tensors may have another dtype than the layer")
+    given = sizes_of(own)
+    saved, with_output = (
+        sum(size for storage, size in sizes_of(found).items() if storage not in given) / max(1, z.nbytes)
+        for found in (kept, [*kept, y.detach()])
+    )
+    return saved, with_output
+
+
+def _values_and_gradients(function: Callable[..., Tensor], leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The value and the gradients, in float64, of a function that may overwrite its first argument."""
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    try:
+        y = function(leaves[0] * 1, *leaves[1:]).double()
+        weight = torch.linspace(0.5, 1.5, max(1, y.numel()), dtype=y.dtype).reshape(y.shape)
+        grads = torch.autograd.grad(y, wanted, weight, allow_unused=True) if y.requires_grad else [None] * len(wanted)
+    except Exception as error:  # whatever a user's function may raise
+        raise _raised(error) from error
+    return [y.detach(), *(torch.zeros_like(t) if g is None else g for g, t in zip(grads, wanted, strict=True))]
+
+
+def own_tensors(variables: FreeVariables, dtype: torch.dtype | None) -> list[Tensor]:
+    """The function's tensors as leaves on the CPU, floating ones in this dtype; arbitrary values for the meta
+    device's."""
+    found = []
+    for tensor in variables.tensors:
+        values = torch.full(tensor.shape, 0.5).to(tensor.dtype) if tensor.is_meta else tensor.detach()
+        values = values.to("cpu", dtype if tensor.is_floating_point() else None)
+        found.append(values.detach().requires_grad_(tensor.requires_grad))
+    return found
+
+
+def _raised(error: Exception) -> NotPointwise:
+    return NotPointwise(f"it raised {type(error).__name__} when it was tried: {first_line(error)}")
+
+
+def _other_shape(example: tuple[int, ...], dims: Sequence[int | None]) -> tuple[int, ...]:
+    """A shape with about ``_SWEEP`` elements that differs from the example in all dimensions but that of operands."""
+    along = {len(example) + dim for dim in dims if dim is not None}
+    free = [i for i in range(len(example)) if i not in along]
+    shape = [size if i in along else 2 for i, size in enumerate(example)]
+    if free:
+        shape[free[0]] = max(2, _SWEEP * 2 // max(1, math.prod(shape)))
+    return tuple(shape)
+
+
+# --- equal to a row ---------------------------------------------------------------------------------------------------
+
+#: The accepted difference of values and slopes from a row's, times |z| where that is above 1. Constants are often
+#: written with ten digits.
+_EQUAL = 2e-9
+#: The numbers compared are dense up to here. They reach as far as float32, because a function may be clamped.
+NEAR = 40.0
+
+
+@in_clean_state
+def _recognise(body: GraphModule) -> Activation | None:
+    """The activation of the table, with its default parameters, that the trace ``body`` is equal to, such as another
+    library's ``gelu``; or None. It replaces the function, with its kernels, derivatives and name.
+
+    Values and slopes in float64 must agree with the row's to more digits than float32 holds (``z * sigmoid(z)`` for
+    silu), also at round numbers, where rows have their kinks. Values alone do not suffice: a straight-through estimator
+    (``z.detach() * sigmoid(z)``) has the values of another function.
+    """
+    z, known = _of_rows()
+    y, slope = value_and_slope(body, z)
+    if y.dtype is not z.dtype:
+        return None
+    found = torch.stack([y, slope])
+    # Far from zero some formulas overflow where the row does not, as ``z / (1 + exp(-z))`` does.
+    overflowed = found.isnan() & (z.abs() > NEAR)
+    for activation, expected in known:
+        is_near = (found - expected).abs() <= _EQUAL * z.abs().clamp(min=1)
+        if bool((is_near | (found == expected) | (found.isnan() & expected.isnan()) | overflowed).all()):
+            return activation
+    return None
+
+
+@functools.cache
+def _of_rows() -> tuple[Tensor, list[tuple[Activation, Tensor]]]:
+    """The numbers compared, and the values and slopes there of the table's own activations."""
+    far = torch.logspace(math.log10(NEAR), 30, 120, dtype=torch.float64)
+    small = torch.logspace(-30, 0, 150, dtype=torch.float64)
+    near = torch.linspace(-NEAR, NEAR, 4001, dtype=torch.float64), small, -small, torch.tensor([math.nan]).double()
+    z = torch.cat([*near, round_numbers(), far, -far])
+    known = [found for found in by_name.values() if found.definition is not None and not found.is_identity]
+    return z, [(activation, torch.stack(value_and_slope(activation.plain, z))) for activation in known]

@@ -152,11 +152,11 @@ class _Search:
         own, parts, build = taken_apart(self, value)
         visited = [{name: self.visit(part) for name, part in named.items()} for named in parts]
 
-        def make(tensors: Sequence[Tensor]) -> Any:
-            return build(*({name: made(tensors) for name, (_, made) in named.items()} for named in visited))
+        def rebuilt(tensors: Sequence[Tensor]) -> Any:
+            return build(*({name: make(tensors) for name, (_, make) in named.items()} for named in visited))
 
-        self._seen[id(value)] = number, make
-        return (own, *(tuple((name, key) for name, (key, _) in named.items()) for named in visited)), make
+        self._seen[id(value)] = number, rebuilt
+        return (own, *(tuple((name, key) for name, (key, _) in named.items()) for named in visited)), rebuilt
 
     def _refuse(self, reason: str | None) -> None:
         self.refusal = self.refusal or reason
@@ -245,7 +245,7 @@ class _Search:
     def _sequence(self, values: Any) -> _Apart:
         kind = type(values)
         if kind in (tuple, list) and len(values) <= _LONGEST:
-            return kind, (dict(enumerate(values)),), lambda p: kind(p.values())
+            return kind.__name__, (dict(enumerate(values)),), lambda p: kind(p.values())
         self._refuse(f"it reads a {kind.__name__} of {len(values)} values; let it read a tensor")
         return None, (), lambda: values
 

@@ -1,7 +1,7 @@
 """The activation record: one object answers every question about an activation.
 
-``Row`` is a line of the table (``table.py``): a function with parameters. ``Activation`` is a row with its parameters
-bound, or a user's function. Autograd, the backends, the reports and the tests use only ``Activation``.
+``Definition`` is a row of the table (``table.py``): a function with parameters. ``Activation`` is a row with its
+parameters bound, or a user's function. Autograd, the backends, the reports and the tests use only ``Activation``.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class Native:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """A line of the table.
+class Definition:
+    """A row of the table.
 
     Attributes:
         name: the name that a user passes.
@@ -111,14 +111,14 @@ class Row:
         return _bind(self, values) if torch.compiler.is_compiling() else _bound(self, values)
 
 
-#: Answers for a callable without a row: nothing is stated, nothing is native.
-_NO_ROW = Row("", torch.clone)
+#: Answers for a callable without a definition: nothing is stated, nothing is native.
+_NO_DEFINITION = Definition("", torch.clone)
 
 
-def _bind(row: Row, values: tuple[float, ...]) -> Activation:
-    bound = dict(zip(row.parameters, values, strict=True))
-    function = functools.partial(row.function, **bound) if bound else row.function
-    return Activation(row.name, function, bound, row)
+def _bind(definition: Definition, values: tuple[float, ...]) -> Activation:
+    bound = dict(zip(definition.parameters, values, strict=True))
+    function = functools.partial(definition.function, **bound) if bound else definition.function
+    return Activation(definition.name, function, bound, definition)
 
 
 #: The cache is bounded because a parameter may change at every step.
@@ -127,13 +127,13 @@ _bound = functools.lru_cache(1024)(_bind)
 
 @dataclass(frozen=True, eq=False)
 class Activation:
-    """An activation with its parameters bound, made by ``Row.bind`` or, from a user's function, by ``custom.py``.
+    """An activation with its parameters bound: made by ``Definition.bind``, or by ``custom.py`` from a user's function.
 
     Attributes:
         name: for messages; unique only among rows of the table.
         function: ``function(z, *operands) -> y``.
         parameters: the numbers that are bound.
-        row: the line of the table, or what a trace found, in its form; None for a callable that has not been traced.
+        definition: the row of the table, or the like of a traced function; None for a callable that is not traced.
         fallback_reason: why the function is left to plain PyTorch, or None where it is fused.
         operand_dims: for each operand the dimension of z, counted from the end, along which it runs; None for an
             operand of one element.
@@ -152,7 +152,7 @@ class Activation:
     name: str
     function: Callable[..., Tensor]
     parameters: Mapping[str, float] = field(default_factory=dict)
-    row: Row | None = None
+    definition: Definition | None = None
     fallback_reason: str | None = None
     operand_dims: tuple[int | None, ...] = ()
     needs_tracing: bool = False
@@ -163,32 +163,32 @@ class Activation:
     is_folded: bool = field(init=False)
     plain: Callable[[Tensor], Tensor] = field(init=False)
     needs_input_reason: str | None = field(init=False)
-    _row: Row = field(init=False)
+    _definition: Definition = field(init=False)
 
     def __post_init__(self) -> None:
         # Computed here because functools.cached_property takes a lock, which torch.compile cannot trace.
         def set_once(name: str, value: object) -> None:
             object.__setattr__(self, name, value)
 
-        set_once("_row", _NO_ROW if self.row is None else self.row)
-        stated = self._row.derivative_given_output
-        set_once("is_identity", self.name == "identity" and self.row is not None and not self.is_traced)
+        set_once("_definition", _NO_DEFINITION if self.definition is None else self.definition)
+        stated = self._definition.derivative_given_output
+        set_once("is_identity", self.name == "identity" and self.definition is not None and not self.is_traced)
         turns = stated.kind == "folded" if isinstance(stated, Analysis) else isinstance(stated, FoldedDerivative)
         set_once("is_folded", turns or stated == "fold")
         set_once("plain", self._plain())
         set_once("needs_input_reason", self._find_needs_input_reason())
 
     def _plain(self) -> Callable[[Tensor], Tensor]:
-        if self._row.plain is not None:
-            return functools.partial(self._row.plain, **self.parameters)
-        for target, arguments in self._row.stands_for:
+        if self._definition.plain is not None:
+            return functools.partial(self._definition.plain, **self.parameters)
+        for target, arguments in self._definition.stands_for:
             if not isinstance(target, type):
                 keywords = {**arguments, **self.parameters}
                 return functools.partial(target, **keywords) if keywords else target
         return self.function
 
     def _find_needs_input_reason(self) -> str | None:
-        stated, refusal = self._row.derivative_given_output, self._row.parameter_refusal
+        stated, refusal = self._definition.derivative_given_output, self._definition.parameter_refusal
         if self.operand_dims:
             changes = "reads tensors that training may change, so that no formula of the output stays right"
             return f"{self.name} {changes} (constants can be Python numbers)"
@@ -208,7 +208,7 @@ class Activation:
             return FLOAT64_IS_TORCHS
         if self.needs_input_reason is not None:
             return self.needs_input_reason
-        stated = self._row.derivative_given_output
+        stated = self._definition.derivative_given_output
         return stated.output_refusal(dtype) if isinstance(stated, Analysis) else None
 
     def fitted_derivative(
@@ -218,17 +218,17 @@ class Activation:
 
         The fit is as accurate as these outputs allow. ``closest`` asks for the most accurate fit there is.
         """
-        stated = self._row.derivative_given_output
+        stated = self._definition.derivative_given_output
         if isinstance(stated, Analysis):
             return stated.derivative(dtype, closest=closest)
         if isinstance(stated, FoldedDerivative):
             return stated
-        return _fitted(self._row.function, torch.float32 if closest else dtype) if stated == "fold" else None
+        return _fitted(self._definition.function, torch.float32 if closest else dtype) if stated == "fold" else None
 
     @property
     def fold(self) -> Fold | None:
         """The fold, or None without one."""
-        stated = self._row.derivative_given_output
+        stated = self._definition.derivative_given_output
         if isinstance(stated, Analysis):
             return stated.fold
         fitted = self.fitted_derivative() if self.is_folded else None
@@ -253,20 +253,20 @@ class Activation:
         if fitted is not None:
             evaluated = fitted.differentiable if differentiable else fitted
             return evaluated(y, self.marked(y, dtype))
-        formula: Any = self._row.derivative_given_output
+        formula: Any = self._definition.derivative_given_output
         slope: Tensor = formula(y, **self.rounded_parameters(dtype))
         return slope
 
     @property
     def has_inverse(self) -> bool:
         """Whether the output determines the input, by a formula or a fit."""
-        return self._row.inverse is not None or self._row.derivative_given_output == "fold"
+        return self._definition.inverse is not None or self._definition.derivative_given_output == "fold"
 
     def input_given_output(self, y: Tensor, dtype: torch.dtype, marked: Tensor | None = None) -> Tensor:
         """The input for outputs of ``dtype`` that are upcast to float32 (or float64). ``marked``: on which branch they
         lie, where they do not carry it. Where the row states no inverse, the derivative is fitted."""
-        if self._row.inverse is not None:
-            return self._row.inverse(y, **self.parameters)
+        if self._definition.inverse is not None:
+            return self._definition.inverse(y, **self.parameters)
         fitted = self.fitted_inverse()
         marked = self.marked(y, dtype) if marked is None else marked
         if fitted is not None and marked is not None:
@@ -275,11 +275,12 @@ class Activation:
 
     def fitted_inverse(self) -> FoldedInverse | None:
         """The fit of the inverse, or None without one."""
-        return _fitted_inverse(self._row.function) if self._row.derivative_given_output == "fold" else None
+        function, stated = self._definition.function, self._definition.derivative_given_output
+        return _fitted_inverse(function) if stated == "fold" else None
 
     def rounded_parameters(self, dtype: torch.dtype) -> Mapping[str, float]:
         """The parameters, those in ``flat_levels`` rounded to ``dtype``."""
-        levels = self._row.flat_levels
+        levels = self._definition.flat_levels
         return {k: _rounded(v, dtype) if k in levels else v for k, v in self.parameters.items()}
 
     def gradient_function(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
@@ -303,11 +304,11 @@ class Activation:
 
     @property
     def native(self) -> Native:
-        return self._row.native
+        return self._definition.native
 
     def __reduce__(self) -> Any:
         # Rows hold lambdas, which cannot be pickled: an activation is looked up by its name.
-        if self.row is None:
+        if self.definition is None:
             parts = self.fallback_reason, self.operand_dims, self.needs_tracing, self.is_traced, self.torch_keeps_less
             return Activation, (self.name, self.function, self.parameters, None, *parts)
         assert not self.is_traced  # only caches hold these
@@ -315,17 +316,17 @@ class Activation:
 
     def __fx_create_arg__(self, tracer: Any) -> Any:
         # torch.fx writes an argument of a call into a graph by this.
-        if self.row is None:
+        if self.definition is None:
             raise NotImplementedError(f"torch.fx cannot write a call of {self.name} into a graph")
         return tracer.create_node("call_function", _rebind, (self.name, dict(self.parameters)), {})
 
     def __repr__(self) -> str:
-        bound = ", ".join(f"{k}={v:g}" for k, v in self.parameters.items() if v != self._row.parameters.get(k))
+        bound = ", ".join(f"{k}={v:g}" for k, v in self.parameters.items() if v != self._definition.parameters.get(k))
         return f"{self.name}({bound})" if bound else self.name
 
 
 def _rebind(name: str, parameters: Mapping[str, float]) -> Activation:
-    from .table import bound  # which is made of rows
+    from .table import bound  # which is made of definitions
 
     return bound(name, parameters)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..utils.formatting import described
 from .free_variables import must_call_reason
-from .record import Activation, Row
+from .record import Activation, Definition
 
 F = TypeVar("F", bound=Callable[..., Tensor])
 
@@ -23,7 +23,7 @@ by_name: dict[str, Activation] = {}
 #: Names by how they are spelled (``spelled``).
 by_spelling: dict[str, str] = {}
 #: By replaced module or function: the row, and the arguments that select it.
-stand_ins: dict[Any, list[tuple[Row, Mapping[str, object]]]] = {}
+stand_ins: dict[Any, list[tuple[Definition, Mapping[str, object]]]] = {}
 
 
 def activations() -> tuple[str, ...]:
@@ -31,16 +31,16 @@ def activations() -> tuple[str, ...]:
     return tuple(by_name)
 
 
-def rows() -> tuple[Row, ...]:
-    """The lines of the table, in their order."""
-    return tuple(found.row for found in by_name.values() if found.row is not None)
+def definitions() -> tuple[Definition, ...]:
+    """The rows of the table, in their order."""
+    return tuple(found.definition for found in by_name.values() if found.definition is not None)
 
 
 def bound(name: str, parameters: Mapping[str, float]) -> Activation:
     """The row of that name with these parameters."""
-    row = by_name[name].row
-    assert row is not None
-    return row.bind(**parameters)
+    definition = by_name[name].definition
+    assert definition is not None
+    return definition.bind(**parameters)
 
 
 def spelled(name: str) -> str:
@@ -52,23 +52,23 @@ def spelled(name: str) -> str:
 # --- registering ------------------------------------------------------------------------------------------------------
 
 
-def register(row: Row) -> Row:
+def register(definition: Definition) -> Definition:
     """Add a row to the table, so that ``resolve`` finds its name and what it stands for.
 
     Raises:
         ValueError: the name is taken.
     """
-    _add(row.bind(), *row.also_called)
-    for target, arguments in row.stands_for:
-        register_stand_in(row.name, target, arguments)
-    return row
+    _add(definition.bind(), *definition.also_called)
+    for target, arguments in definition.stands_for:
+        register_stand_in(definition.name, target, arguments)
+    return definition
 
 
 def register_stand_in(name: str, target: Any, arguments: Mapping[str, object] = MappingProxyType({})) -> None:
     """Let ``resolve`` replace ``target`` by the row of that name wherever ``arguments`` match."""
-    row = by_name[name].row
-    assert row is not None
-    stand_ins.setdefault(target, []).append((row, arguments))
+    definition = by_name[name].definition
+    assert definition is not None
+    stand_ins.setdefault(target, []).append((definition, arguments))
 
 
 def _add(added: Activation, *also_called: str) -> None:
@@ -85,7 +85,7 @@ def _add(added: Activation, *also_called: str) -> None:
 def _is_again(old: Activation, new: Activation) -> bool:
     """Whether a user's function is registered once more, as by a notebook's cell that runs twice."""
     places = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (old.function, new.function)]
-    return old.row is None and old.name == new.name and places[0] == places[1]
+    return old.definition is None and old.name == new.name and places[0] == places[1]
 
 
 @overload
@@ -195,9 +195,9 @@ def _resolve_module(module: nn.Module) -> Activation:
 def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
     """The record for a module that computes what torch's class ``kind`` computes; None if the table has none."""
     # Each call of a drop-in module asks. Loops enter no functions, as comprehensions and generators do.
-    for row, arguments in stand_ins.get(kind, ()):
+    for definition, arguments in stand_ins.get(kind, ()):
         parameters = {}
-        for key in row.parameters:
+        for key in definition.parameters:
             value = getattr(module, key)
             if not isinstance(value, (int, float)):
                 break
@@ -207,7 +207,7 @@ def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation
                 if getattr(module, key) != expected:
                     break
             else:
-                return row.bind(**parameters) if parameters else by_name[row.name]
+                return definition.bind(**parameters) if parameters else by_name[definition.name]
     return None
 
 
@@ -217,12 +217,12 @@ def _resolve_function(function: Callable[..., Any]) -> Activation:
     if isinstance(function, functools.partial) and not function.args:
         target, keywords = function.func, dict(function.keywords)
         keywords.pop("inplace", None)  # the layer decides what is overwritten
-    for row, arguments in stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
+    for definition, arguments in stand_ins.get(target, ()) if isinstance(target, Hashable) else ():
         parameters = {key: value for key, value in keywords.items() if key not in arguments}
         selected = all(keywords.get(key) == value for key, value in arguments.items())
         are_numbers = all(isinstance(value, (int, float)) for value in parameters.values())
-        if selected and are_numbers and parameters.keys() <= row.parameters.keys():
-            return row.bind(**parameters)
+        if selected and are_numbers and parameters.keys() <= definition.parameters.keys():
+            return definition.bind(**parameters)
     return Activation(_name(function), function, needs_tracing=True)
 
 

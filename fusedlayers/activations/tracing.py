@@ -199,10 +199,10 @@ def simplified(module: GraphModule, *, for_autograd: bool = False) -> GraphModul
 def _does_nothing(node: Node, for_autograd: bool) -> bool:
     source: Any = node.args[0] if node.args else None
     if node.target is TO_COPY.default:
-        return node.meta["val"].dtype is source.meta["val"].dtype
+        return bool(node.meta["val"].dtype is source.meta["val"].dtype)
     if node.target in _RESHAPING:
-        return node.meta["val"].shape == source.meta["val"].shape
-    return node.target in _COPYING or (node.target in _DETACHING and not for_autograd)
+        return bool(node.meta["val"].shape == source.meta["val"].shape)
+    return node.target in (_COPYING if for_autograd else _COPYING | _DETACHING)
 
 
 def _fill_value(node: Node) -> Any:

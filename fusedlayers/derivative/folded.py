@@ -59,7 +59,7 @@ class BranchFunction:
     """
 
     fold: Fold
-    of_distance: Callable[[Tensor, Tensor, Tensor], Tensor]
+    of_distance: Callable[..., Tensor]
 
     @property
     def margin(self) -> float:
@@ -72,12 +72,12 @@ class BranchFunction:
         high = to_float32(self.fold.extremum)
         return high, self.fold.extremum + self.margin - high
 
-    def __call__(self, y: Tensor, marked: Tensor) -> Tensor:
+    def __call__(self, y: Tensor, marked: Tensor | None) -> Tensor:
         # `where` and not `clamp`, so that NaN stays NaN in every backend.
         distance = self._distance(y)
         return self.of_distance(torch.where(distance < self.margin, self.margin, distance), y, marked)
 
-    def differentiable(self, y: Tensor, marked: Tensor) -> Tensor:
+    def differentiable(self, y: Tensor, marked: Tensor | None) -> Tensor:
         """The same values, with a gradient that passes through the floor of the distance.
 
         f' grows like sqrt(distance), so d f'/dy is infinite at the minimum, while f'' = (d f'/dy) f' is finite. Their
@@ -100,7 +100,7 @@ class FoldedDerivative(BranchFunction):
 class FoldedInverse(BranchFunction):
     """``z`` as a function of the output and its branch; ``of_distance`` is ``z - y``."""
 
-    def __call__(self, y: Tensor, marked: Tensor) -> Tensor:
+    def __call__(self, y: Tensor, marked: Tensor | None) -> Tensor:
         return y + super().__call__(y, marked)
 
 

@@ -30,8 +30,8 @@ register_stand_in("gelu_tanh", gelu, {"approximate": "tanh"})
 def _drop_in(name: str) -> Any:
     """``F.<name>`` that saves its output: ``function(input, *parameters, inplace=False)`` in torch's order."""
     default = resolve(name)
-    assert default.row is not None
-    row, names = default.row, tuple(default.row.parameters)
+    assert default.definition is not None
+    row, names = default.definition, tuple(default.definition.parameters)
 
     def function(input: Tensor, *parameters: float, inplace: bool = False, **keywords: float) -> Tensor:
         if len(parameters) > len(names):

@@ -39,8 +39,8 @@ class OutputSaved(Function):
 def output_saved(z: Tensor, name: str, parameters: tuple[tuple[str, float], ...]) -> Tensor:
     """``f(z)``, saving its output; the activation by name, because a graph holds tensors and constants only."""
     activation = resolve(name)
-    assert activation.row is not None
-    activation = activation.row.bind(**dict(parameters))
+    assert activation.definition is not None
+    activation = activation.definition.bind(**dict(parameters))
     if functorch_is_active():
         return activation.plain(z)
     y: Tensor = OutputSaved.apply(z, activation)

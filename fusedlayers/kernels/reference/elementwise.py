@@ -37,7 +37,8 @@ def bias_act(
     is_sum = b is not None or residual is not None
     native = None if encode else activation.native.activate_
     is_traced = native is None and not encode and _is_by_trace(activation)
-    if native is not None and out is None and not is_sum and activation.row is not None and not activation.row.plain:
+    definition = activation.definition
+    if native is not None and out is None and not is_sum and definition is not None and not definition.plain:
         return activation.plain(z)  # into a new tensor in one pass
     y = out if out is not None and (out.is_contiguous() or is_dense(out)) else torch.empty_like(z)
     if is_sum:

@@ -212,7 +212,7 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
     traced = trace(function, [*inputs, *operands])
     # Not of a user's function, which may subtract it from a number next to it; nor of a derivative from z, which may be
     # next to 0, where more is asked of it.
-    if role == "forward" and activation.row is not None and not activation.is_traced:
+    if role == "forward" and activation.definition is not None and not activation.is_traced:
         traced = coarse(traced, dtype)
     return print_function(name, traced, operands, as_tuple=role == "gradient")
 
