@@ -129,7 +129,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_save_once": {
         "test_nodes_of_this_torch": 99,
-        "test_random_programs": 2,
         "test_rows_replay": 99,
     },
     "test_saved_memory": {

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..utils.example import arguments_from, check_model, check_module, check_uncompiled
+from ..utils.example import check_model, check_module, check_uncompiled
 from ..utils.progress import OnStage, asked
 from ..utils.refusals import check_flag
 from .fuse_report import FuseReport, measured
-from .patch import Patch, is_worth_a_patch, patch_of
+from .patch import Patch, patches_of
 
 
 def fuse(
@@ -69,15 +68,14 @@ def fuse(
     check_flag("fuse", "time", time)
     if time and inputs is None:
         raise ValueError("fuse: time=True runs the model; pass inputs too")
-    before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
-    notes = _notes_on(before)
+    before = patches_of(model)
     if inputs is None:
         _attach(model, exact)
-        return FuseReport(type(model).__name__, exact, notes=notes)
+        return FuseReport(type(model).__name__, exact)
     switches = (lambda: unfuse(model)), (lambda: _attach(model, exact))
     try:
         with asked("fuse", progress) as on_stage:
-            found = measured(model, *arguments_from(inputs), time, switches, on_stage)
+            return measured(FuseReport(type(model).__name__, exact), model, inputs, time, switches, on_stage)
     except BaseException as error:
         unfuse(model)
         for patch in before:
@@ -87,7 +85,6 @@ def fuse(
                 f"fuse: the model does not fit into memory with these inputs; fuse(model) needs none. {error}"
             ) from error
         raise
-    return FuseReport(type(model).__name__, exact, **{**found, "notes": (*notes, *found["notes"])})
 
 
 def unfuse(model: nn.Module) -> None:
@@ -97,23 +94,17 @@ def unfuse(model: nn.Module) -> None:
         TypeError: ``model`` is no module.
     """
     check_module("unfuse", model)
-    for module in model.modules():
-        patch = patch_of(module)
-        if patch is not None:
-            patch.remove()
+    for patch in patches_of(model):
+        patch.remove()
 
 
 def _attach(model: nn.Module, exact: bool) -> None:
     unfuse(model)
     for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule) and (module is model or is_worth_a_patch(module)):
-            Patch(module, exact=exact).attach()
-
-
-def _notes_on(patches: Sequence[Patch]) -> tuple[str, ...]:
-    """Of a model that was fused before."""
-    if not patches:
-        return ()
-    options = {patch.exact for patch in patches}
-    was = "partly with exact=True" if len(options) > 1 else f"with exact={options.pop()}"
-    return (f"The model was fused before, {was}; now it has the options of this call.",)
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        patch = Patch(module, exact=exact)
+        # PyTorch's own leaf layers, as nn.Linear, are called often, and a patch without a role would change nothing.
+        is_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+        if module is model or patch.role is not None or not is_layer:
+            patch.attach()

@@ -119,7 +119,7 @@ def _drop(reference: weakref.ref[Value]) -> None:
         value._tensor = None
 
 
-class Saved(Value):
+class Stored(Value):
     """A tensor as it is, or as hooks that were there before have packed it; in the place of a node's own result it may
     become a recipe.
 

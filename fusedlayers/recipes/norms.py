@@ -1,0 +1,199 @@
+"""Norms: the facts that their modules note in the graph, and how their results are replayed.
+
+A node has saved most of what its norm has read. Not in it are eps of layer and RMS norms, and biases that are not
+trained. A module of a fused model notes these in the metadata of the node that made its result; where parameters may be
+freed behind the forward pass of their part of the model (FSDP), it notes copies of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .recipe import Stored, Value
+
+if TYPE_CHECKING:
+    from .region import Region
+    from .replays import Replay, Row
+
+#: Where a node's metadata has the facts, by name: "eps", a number; "weight" and "bias", values, or None where the norm
+#: has none. The facts themselves are None where copies of parameters would be as large as the result.
+_FACTS = "fusedlayers.norm"
+#: The forward passes that call one function of torch's. Subclasses that run something else are left alone.
+_FORWARDS = frozenset(
+    cls.forward for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d)
+)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def is_sharded() -> bool:
+    """Whether parameters may be freed behind the forward pass of their part of the model, as FSDP's are."""
+    return dist.is_available() and dist.is_initialized()
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module runs torch's function, or calls it by ``super()``, and has no forward pass of its own."""
+    if "forward" in vars(module):
+        return False
+    forward: Any = type(module).forward
+    names = {*getattr(getattr(forward, "__code__", None), "co_names", ())}
+    is_passed_on = isinstance(module, nn.LayerNorm) and {"super", "forward"} <= names and "layer_norm" not in names
+    return forward in _FORWARDS or is_passed_on
+
+
+def note_facts(region: Region, module: nn.Module, result: Any) -> None:
+    """Note the facts in the node that made ``result``, unless a norm within this one has."""
+    if not isinstance(result, Tensor):
+        return
+    whole = result if result._base is None else result._base
+    node: Any = whole.grad_fn
+    if node is not None and node.name() == "ToCopyBackward0":
+        node = node.next_functions[0][0]
+    if node is None or not region.can_replay(whole) or _FACTS in node.metadata:
+        return
+    facts: dict[str, Any] = {"eps": getattr(module, "eps", None)}
+    # Not there are parametrizations, which are attributes of a class, and replicas' parameters.
+    parameters = {name: module._parameters[name] for name in ("weight", "bias") if name in module._parameters}
+    if isinstance(module, _INSTANCE_NORMS):  # whose node reads repeated ones
+        parameters = {name: parameter for name, parameter in parameters.items() if parameter is None}
+    sizes = [parameter.numel() for parameter in parameters.values() if parameter is not None]
+    if is_sharded() and 2 * sum(sizes) > whole.numel():
+        node.metadata[_FACTS] = None
+        return
+    for name, parameter in parameters.items():
+        if parameter is None:
+            facts[name] = None
+        elif is_sharded():
+            facts[name] = Stored(parameter.detach().clone(), None, region)
+        elif name == "bias" and not parameter.requires_grad:  # else its node is behind the norm's
+            facts[name] = Stored(parameter, None, region)
+    node.metadata[_FACTS] = facts
+
+
+# --- replays ----------------------------------------------------------------------------------------------------------
+
+#: From a node and eps to the function of "input", "weight", "bias" and statistics; None where it is not known.
+Make = Callable[[Any, Any], Callable[..., Tensor] | None]
+
+
+def _norm(make: Make, eps_name: str | None = None, statistics: Sequence[str] = ()) -> Row:
+    """A norm whose node saves its input; and eps, where that has a name."""
+
+    def row(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+        facts = node.metadata.get(_FACTS, {})
+        if facts is None or (eps_name is None and "eps" not in facts):
+            return None
+        function = make(node, facts["eps"] if eps_name is None else getattr(node, eps_name))
+        x = region.saved(node, "input")
+        if function is None or x is None:
+            return None
+        operands: dict[str, Value] = {}
+        for name in ("weight", "bias"):
+            is_known, value = _parameter(region, node, name, facts)
+            if not is_known:
+                return None
+            if value is not None:
+                operands[name] = value
+        if statistics and "weight" not in operands and node._input_metadata[0].dtype.itemsize == 2:
+            return None  # its bits depend on the dtype of the running statistics
+        for name in statistics:
+            if (value := region.saved(node, name)) is not None:
+                operands[name] = value
+        return partial(_replayed, function, tuple(operands)), (x, *operands.values())
+
+    return row
+
+
+def _replayed(function: Callable[..., Tensor], names: Sequence[str], x: Tensor, *given: Tensor) -> Tensor:
+    # Autocast may have cast to float32 what the module holds in 16 bits.
+    wide = [t.to(torch.promote_types(t.dtype, x.dtype)) for t in given]
+    return function(x, **dict(zip(names, wide, strict=True)))
+
+
+def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> tuple[bool, Value | None]:
+    """Whether it is known which weight or bias a norm has read, and that."""
+    value: Value | None
+    if name in facts:
+        value = facts[name]
+        return value is None or not value.is_edited, value
+    if is_sharded():
+        return False, None
+    if not hasattr(node, f"_raw_saved_{name}"):
+        is_last = len(node.next_functions) < 3  # an RMS norm, which has no bias
+        value = None if is_last else region.parameter(node, 2) or region.behind(node, 2)
+        return is_last or value is not None, value
+    value = region.saved(node, name)
+    return value is not None or getattr(node, f"_raw_saved_{name}").data is None, value  # else it was written to
+
+
+def _layer_norm(node: Any, eps: float) -> Callable[..., Tensor]:
+    return partial(F.layer_norm, normalized_shape=node._saved_normalized_shape, eps=eps)
+
+
+def _rms_norm(node: Any, eps: float | None) -> Callable[..., Tensor]:
+    return partial(F.rms_norm, normalized_shape=node._saved_normalized_shape, eps=eps)
+
+
+def _group_norm(node: Any, eps: float) -> Callable[..., Tensor]:
+    is_cudnn = torch.backends.cudnn.enabled
+    return partial(torch.group_norm, num_groups=node._saved_group, eps=eps, cudnn_enabled=is_cudnn)
+
+
+def _batch_norm(node: Any, eps: float) -> Callable[..., Tensor] | None:
+    return partial(_of_batch, eps) if getattr(node, "_saved_training", True) else None
+
+
+def _of_batch(
+    eps: float,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    result1: Tensor | None = None,
+    result2: Tensor | None = None,
+) -> Tensor:
+    """A batch norm by the statistics that the node has saved, on CPUs; elsewhere by those of the batch, which are not
+    counted again."""
+    is_contiguous = all(t is None or t.is_contiguous() for t in (weight, bias))
+    if result1 is not None and result2 is not None and x.is_cpu and _is_dense(x) and is_contiguous:
+        return _by_statistics(x, weight, bias, result1, result2)
+    return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
+
+
+def _is_dense(t: Tensor) -> bool:
+    """Whether PyTorch's kernel takes it so; of other tensors it computes something else."""
+    layouts = torch.channels_last, torch.channels_last_3d
+    return t.is_contiguous() or any(t.is_contiguous(memory_format=layout) for layout in layouts)
+
+
+def _by_statistics(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, inverse_std: Tensor) -> Tensor:
+    """One pass, an eighth of the time of training mode's two or three.
+
+    In training as in evaluation one kernel computes ``x * scale + (b - mean * scale)``, where ``scale`` is ``w /
+    sqrt(variance + eps)``. Here it gets ``scale`` as its weight, and a root of 1."""
+    if mean.dtype.itemsize == 2:  # with 16-bit parameters the kernel rounds the product, without them it need not
+        inverse_std = inverse_std.float()
+    scale = inverse_std if w is None else inverse_std * w
+    if mean.dtype.itemsize == 2:
+        b = -(mean * scale) if b is None else b - mean * scale
+        mean = torch.zeros_like(scale)
+    return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(scale), False, 0.0, 0.0)[0]
+
+
+#: By the node's name.
+NORM_REPLAYS: dict[str, Row] = {
+    "NativeLayerNormBackward0": _norm(_layer_norm),
+    "FusedRmsNormBackward0": _norm(_rms_norm),
+    "NativeGroupNormBackward0": _norm(_group_norm, "_saved_eps"),
+    "NativeBatchNormBackward0": _norm(_batch_norm, "_saved_eps", statistics=("result1", "result2")),
+    "CudnnBatchNormBackward0": _norm(_batch_norm, "_saved_epsilon"),
+    "MiopenBatchNormBackward0": _norm(_batch_norm, "_saved_epsilon"),
+}
