@@ -7,21 +7,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..utils.example import check_model, check_module, check_uncompiled
-from ..utils.progress import OnStage, asked
+from ..recompute.steps import Training
+from ..reports.module_tracker import ModuleTracker
+from ..reports.step import Step, no_gradient_because, tensors_of
+from ..utils.example import (
+    arguments_from,
+    check_model,
+    check_module,
+    check_uncompiled,
+    does_not_run,
+    eagerly,
+    evaluation_notes,
+)
+from ..utils.module_state import unchanged
 from ..utils.refusals import check_flag
-from .fuse_report import FuseReport, measured
+from ..utils.storages import tensors_in
+from .fuse_report import FuseReport, count, grouped
 from .patch import Patch, patches_of
 
 
-def fuse(
-    model: nn.Module,
-    inputs: Any = None,
-    *,
-    exact: bool = False,
-    time: bool = False,
-    progress: bool | OnStage = False,
-) -> FuseReport:
+def fuse(model: nn.Module, inputs: Any = None, *, exact: bool = False, time: bool = False) -> FuseReport:
     """Save every value of a model once, in place: backward replays from other saved tensors what one operation makes.
 
     The model's code runs as it is; ``save_once`` is around its forward pass, and around those of its modules, so that
@@ -44,8 +49,6 @@ def fuse(
             random generators are put back.
         exact: whether PyTorch's own nodes compute everything, so that gradients are the same to the last bit.
         time: whether steps are timed too, with and without.
-        progress: True shows how far it has come and the time left, on stderr: in a terminal a line that is written
-            over, elsewhere one every 10 seconds. A function is told each stage, and which part of all is done.
 
     Returns:
         a report; with inputs, of the bytes that are saved for backward and of the peak, before and after.
@@ -72,10 +75,8 @@ def fuse(
     if inputs is None:
         _attach(model, exact)
         return FuseReport(type(model).__name__, exact)
-    switches = (lambda: unfuse(model)), (lambda: _attach(model, exact))
     try:
-        with asked("fuse", progress) as on_stage:
-            return measured(FuseReport(type(model).__name__, exact), model, inputs, time, switches, on_stage)
+        return _measured(model, inputs, exact, time)
     except BaseException as error:
         unfuse(model)
         for patch in before:
@@ -85,6 +86,42 @@ def fuse(
                 f"fuse: the model does not fit into memory with these inputs; fuse(model) needs none. {error}"
             ) from error
         raise
+
+
+def _measured(model: nn.Module, inputs: Any, exact: bool, is_timed: bool) -> FuseReport:
+    """Fuse a model, and measure it before and after."""
+    args, kwargs = arguments_from(inputs)
+    step, tracker, notes = Step(model, args, kwargs, function="fuse"), ModuleTracker(model), evaluation_notes(model)
+    with unchanged([*model.modules()], [*tensors_in((args, kwargs))]) as reset_random, torch.enable_grad(), eagerly():
+        unfuse(model)
+        try:
+            result = model(*args, **kwargs)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            raise does_not_run("fuse", error, args) from error
+        if not any(tensor.requires_grad for tensor in tensors_of(result)):
+            notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
+            _attach(model, exact)
+            return FuseReport(type(model).__name__, exact, saved_bytes=(0, 0), notes=tuple(notes))
+        del result
+        training = Training(step, "peak", reset_random)
+        saved_before, peak_before = training.saved(), training.bytes()
+        _attach(model, exact)
+        saved_now, peak_now = training.saved(), training.bytes()
+        reset_random()
+        with tracker.tracking():
+            spared = grouped(count(step.forward(), module_of=tracker.module_of).spared)
+        times = training.times_ms([lambda: unfuse(model), lambda: _attach(model, exact)]) if is_timed else None
+    return FuseReport(
+        type(model).__name__,
+        exact,
+        spared,
+        (saved_before, saved_now),
+        (peak_before, peak_now),
+        None if times is None else (times[0], times[1]),
+        tuple(notes),
+    )
 
 
 def unfuse(model: nn.Module) -> None:

@@ -7,20 +7,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..recompute.steps import Training
-from ..reports.module_tracker import ModuleTracker
-from ..reports.step import Step, no_gradient_because, tensors_of
 from ..utils.autograd_graph import is_leaf, nodes_of, raw_saved
-from ..utils.example import arguments_from, does_not_run, eagerly, evaluation_notes
 from ..utils.formatting import counted_lines, path_text, pattern_of, size_text
-from ..utils.module_state import unchanged
-from ..utils.progress import OnStage
 from ..utils.reports import Report
 from ..utils.storages import sizes_of, tensors_in
 from .recipe import Recipe, Stored, Value, all_of
@@ -97,57 +90,7 @@ class FuseReport(Report):
             yield from counted_lines([("values", "made by", "read by", "in module", "spares", "how"), *rows])
 
 
-def measured(
-    report: FuseReport,
-    model: nn.Module,
-    inputs: Any,
-    is_timed: bool,
-    switches: tuple[Callable[[], None], Callable[[], None]],
-    on_stage: OnStage,
-) -> FuseReport:
-    """The report with what is measured. ``switches`` make the model what it was, and fuse it; it is fused behind it."""
-    unfuse, fuse = switches
-    args, kwargs = arguments_from(inputs)
-    step, tracker, notes = Step(model, args, kwargs, function="fuse"), ModuleTracker(model), evaluation_notes(model)
-    with unchanged([*model.modules()], [*tensors_in((args, kwargs))]) as reset_random, torch.enable_grad(), eagerly():
-        unfuse()
-        on_stage("measuring the model", 0.0)
-        try:
-            result = model(*args, **kwargs)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            raise does_not_run("fuse", error, args) from error
-        if not any(tensor.requires_grad for tensor in tensors_of(result)):
-            notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
-            fuse()
-            return replace(report, notes=tuple(notes), saved_bytes=(0, 0))
-        del result
-        training = Training(step, "peak", reset_random)
-        saved_before, peak_before = training.saved(), training.bytes()
-        on_stage("measuring the fused model", 0.3)
-        fuse()
-        saved_now, peak_now = training.saved(), training.bytes()
-        on_stage("listing what is spared", 0.6)
-        reset_random()
-        with tracker.tracking():
-            loss = step.forward()
-        spared = _grouped(count(loss, module_of=tracker.module_of).spared)
-        del loss
-        on_stage("timing steps", 0.7)
-        times = training.times_ms([unfuse, fuse]) if is_timed else None
-    on_stage("done", 1.0)
-    return replace(
-        report,
-        spared=spared,
-        saved_bytes=(saved_before, saved_now),
-        peak_bytes=(peak_before, peak_now),
-        step_ms=None if times is None else (times[0], times[1]),
-        notes=tuple(notes),
-    )
-
-
-def _grouped(values: Iterable[Spared]) -> tuple[Spared, ...]:
+def grouped(values: Iterable[Spared]) -> tuple[Spared, ...]:
     """The values in groups of those that are alike but for the numbers in their modules' paths."""
     groups: dict[Any, list[Spared]] = {}
     for value in values:
@@ -216,8 +159,7 @@ def _saves_output(node: Any) -> bool:
 def _recipe_of(value: Value) -> Recipe | None:
     """The recipe that a saved tensor is, or is a view of."""
     while not isinstance(value, Recipe):
-        operands = value.operands()
-        if not operands:
+        if not value.operands:
             return None
-        value = operands[0]
+        value = value.operands[0]
     return value

@@ -60,29 +60,28 @@ def note_facts(region: Region, module: nn.Module, result: Any) -> None:
         node = node.next_functions[0][0]
     if node is None or not region.can_replay(whole) or _FACTS in node.metadata:
         return
-    facts: dict[str, Any] = {"eps": getattr(module, "eps", None)}
     # Not there are parametrizations, which are attributes of a class, and replicas' parameters.
-    parameters = {name: module._parameters[name] for name in ("weight", "bias") if name in module._parameters}
+    own = {name: module._parameters[name] for name in ("weight", "bias") if name in module._parameters}
     if isinstance(module, _INSTANCE_NORMS):  # whose node reads repeated ones
-        parameters = {name: parameter for name, parameter in parameters.items() if parameter is None}
-    sizes = [parameter.numel() for parameter in parameters.values() if parameter is not None]
-    if is_sharded() and 2 * sum(sizes) > whole.numel():
-        node.metadata[_FACTS] = None
-        return
-    for name, parameter in parameters.items():
+        own = {name: parameter for name, parameter in own.items() if parameter is None}
+    facts: dict[str, Any] = {"eps": getattr(module, "eps", None)}
+    for name, parameter in own.items():
         if parameter is None:
             facts[name] = None
         elif is_sharded():
             facts[name] = Stored(parameter.detach().clone(), None, region)
         elif name == "bias" and not parameter.requires_grad:  # else its node is behind the norm's
             facts[name] = Stored(parameter, None, region)
-    node.metadata[_FACTS] = facts
+    copied = sum(parameter.numel() for parameter in own.values() if parameter is not None) if is_sharded() else 0
+    node.metadata[_FACTS] = None if 2 * copied > whole.numel() else facts
 
 
 # --- replays ----------------------------------------------------------------------------------------------------------
 
-#: From a node and eps to the function of "input", "weight", "bias" and statistics; None where it is not known.
+#: From a node and eps to the function of x and of what is called "weight", "bias" and as statistics; None where it is
+#: not known.
 Make = Callable[[Any, Any], Callable[..., Tensor] | None]
+_UNKNOWN = object()
 
 
 def _norm(make: Make, eps_name: str | None = None, statistics: Sequence[str] = ()) -> Row:
@@ -96,19 +95,12 @@ def _norm(make: Make, eps_name: str | None = None, statistics: Sequence[str] = (
         x = region.saved(node, "input")
         if function is None or x is None:
             return None
-        operands: dict[str, Value] = {}
-        for name in ("weight", "bias"):
-            is_known, value = _parameter(region, node, name, facts)
-            if not is_known:
-                return None
-            if value is not None:
-                operands[name] = value
-        if statistics and "weight" not in operands and node._input_metadata[0].dtype.itemsize == 2:
+        given = {name: _parameter(region, node, name, facts) for name in ("weight", "bias")}
+        if statistics and given["weight"] is None and node._input_metadata[0].dtype.itemsize == 2:
             return None  # its bits depend on the dtype of the running statistics
-        for name in statistics:
-            if (value := region.saved(node, name)) is not None:
-                operands[name] = value
-        return partial(_replayed, function, tuple(operands)), (x, *operands.values())
+        given |= {name: region.saved(node, name) for name in statistics}
+        given = {name: value for name, value in given.items() if value is not None}
+        return None if _UNKNOWN in given.values() else (partial(_replayed, function, (*given,)), (x, *given.values()))
 
     return row
 
@@ -119,59 +111,35 @@ def _replayed(function: Callable[..., Tensor], names: Sequence[str], x: Tensor, 
     return function(x, **dict(zip(names, wide, strict=True)))
 
 
-def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> tuple[bool, Value | None]:
-    """Whether it is known which weight or bias a norm has read, and that."""
-    value: Value | None
+def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> Any:
+    """The weight or bias that a norm has read; None where it has none."""
     if name in facts:
-        value = facts[name]
-        return value is None or not value.is_edited, value
+        value: Value | None = facts[name]
+        return _UNKNOWN if value is not None and value.is_edited else value
     if is_sharded():
-        return False, None
-    if not hasattr(node, f"_raw_saved_{name}"):
-        is_last = len(node.next_functions) < 3  # an RMS norm, which has no bias
-        value = None if is_last else region.parameter(node, 2) or region.behind(node, 2)
-        return is_last or value is not None, value
-    value = region.saved(node, name)
-    return value is not None or getattr(node, f"_raw_saved_{name}").data is None, value  # else it was written to
-
-
-def _layer_norm(node: Any, eps: float) -> Callable[..., Tensor]:
-    return partial(F.layer_norm, normalized_shape=node._saved_normalized_shape, eps=eps)
-
-
-def _rms_norm(node: Any, eps: float | None) -> Callable[..., Tensor]:
-    return partial(F.rms_norm, normalized_shape=node._saved_normalized_shape, eps=eps)
-
-
-def _group_norm(node: Any, eps: float) -> Callable[..., Tensor]:
-    is_cudnn = torch.backends.cudnn.enabled
-    return partial(torch.group_norm, num_groups=node._saved_group, eps=eps, cudnn_enabled=is_cudnn)
+        return _UNKNOWN
+    if hasattr(node, f"_raw_saved_{name}"):
+        is_there = getattr(node, f"_raw_saved_{name}").data is not None
+        return region.saved(node, name) or (_UNKNOWN if is_there else None)  # which was written to
+    if len(node.next_functions) < 3:  # an RMS norm, which has no bias
+        return None
+    return region.parameter(node, 2) or region.behind(node, 2) or _UNKNOWN
 
 
 def _batch_norm(node: Any, eps: float) -> Callable[..., Tensor] | None:
     return partial(_of_batch, eps) if getattr(node, "_saved_training", True) else None
 
 
-def _of_batch(
-    eps: float,
-    x: Tensor,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    result1: Tensor | None = None,
-    result2: Tensor | None = None,
-) -> Tensor:
+def _of_batch(eps: float, x: Tensor, weight: Any = None, bias: Any = None, **statistics: Tensor) -> Tensor:
     """A batch norm by the statistics that the node has saved, on CPUs; elsewhere by those of the batch, which are not
     counted again."""
-    is_contiguous = all(t is None or t.is_contiguous() for t in (weight, bias))
-    if result1 is not None and result2 is not None and x.is_cpu and _is_dense(x) and is_contiguous:
-        return _by_statistics(x, weight, bias, result1, result2)
+    layouts = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+    is_dense = any(
+        x.is_contiguous(memory_format=layout) for layout in layouts
+    )  # else the kernel computes another thing
+    if statistics and x.is_cpu and is_dense and all(t is None or t.is_contiguous() for t in (weight, bias)):
+        return _by_statistics(x, weight, bias, *statistics.values())
     return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
-
-
-def _is_dense(t: Tensor) -> bool:
-    """Whether PyTorch's kernel takes it so; of other tensors it computes something else."""
-    layouts = torch.channels_last, torch.channels_last_3d
-    return t.is_contiguous() or any(t.is_contiguous(memory_format=layout) for layout in layouts)
 
 
 def _by_statistics(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, inverse_std: Tensor) -> Tensor:
@@ -188,10 +156,19 @@ def _by_statistics(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, 
     return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(scale), False, 0.0, 0.0)[0]
 
 
+def _of_rows(function: Callable[..., Tensor]) -> Make:
+    return lambda node, eps: partial(function, normalized_shape=node._saved_normalized_shape, eps=eps)
+
+
+def _group_norm(node: Any, eps: float) -> Callable[..., Tensor]:
+    is_cudnn = torch.backends.cudnn.enabled
+    return partial(torch.group_norm, num_groups=node._saved_group, eps=eps, cudnn_enabled=is_cudnn)
+
+
 #: By the node's name.
 NORM_REPLAYS: dict[str, Row] = {
-    "NativeLayerNormBackward0": _norm(_layer_norm),
-    "FusedRmsNormBackward0": _norm(_rms_norm),
+    "NativeLayerNormBackward0": _norm(_of_rows(F.layer_norm)),
+    "FusedRmsNormBackward0": _norm(_of_rows(F.rms_norm)),
     "NativeGroupNormBackward0": _norm(_group_norm, "_saved_eps"),
     "NativeBatchNormBackward0": _norm(_batch_norm, "_saved_eps", statistics=("result1", "result2")),
     "CudnnBatchNormBackward0": _norm(_batch_norm, "_saved_epsilon"),

@@ -30,7 +30,7 @@ from .. import validation
 from .._torch import current_function_mode, function_mode_count
 from ..activations import DTYPES, Activation
 from ..activations.lookup import resolve
-from ..call import execute, followed_by, plan_for, with_operands
+from ..call import execute, followed_by, plan_for
 from ..kernels.operations import GATE, Pointwise
 from ..ops.gate_node import can_gate, gate_act
 from ..plan import Call, needs_gradient
@@ -63,7 +63,7 @@ def role_of(module: nn.Module, exact: bool) -> Role | None:
     if _is_gated(module):
         return _gate
     if _may_be_activation(module):
-        return _activation if type(module) in _FOLDED else _perhaps_activation
+        return _activation
     return _spelled_norm if _is_leaf(module) else None
 
 
@@ -109,22 +109,12 @@ def _may_be_activation(module: nn.Module) -> bool:
     return _is_leaf(module) and not any(True for _ in module.parameters())
 
 
-def _perhaps_activation(patch: Patch, region: Region, module: nn.Module, x: Tensor | None, run: Run) -> Any:
+def _activation(patch: Patch, region: Region, module: nn.Module, x: Tensor | None, run: Run) -> Any:
     if x is None or not _is_worth_a_node(region, x):
         return run()
-    # Here, because tracing takes parts of torch whose import takes a second.
-    from ..activations.custom import without_logging
-
-    with without_logging():  # what is no activation is not worth a word
-        found = with_operands(resolve(_twin(module)), x.shape, x.dtype).activation
-    is_activation = found.is_fusible and found.is_folded and not found.writes_argument
-    patch.role = _activation if is_activation else None
-    return _activation(patch, region, module, x, run) if is_activation else run()
-
-
-def _activation(patch: Patch, region: Region, module: nn.Module, x: Tensor | None, run: Run) -> Any:
-    found = None if x is None or not _is_worth_a_node(region, x) else _by_output(module, x)
-    if x is None or found is None:
+    found = _by_output(module, x)
+    if found is None:
+        patch.role = _activation if type(module) in _FOLDED else None
         return run()
     y, activation = found
     mode = current_function_mode() if function_mode_count() else None
@@ -145,7 +135,14 @@ def _by_output(module: Any, x: Tensor) -> tuple[Tensor, Activation] | None:
     kind = type(module)
     if getattr(module, "inplace", False) or (kind in _FOLDED and kind.forward.__module__ != kind.__module__):
         return None
-    plan, call = plan_for(Call(_ALONE, x, None, None, None, resolve(_twin(module))))
+    call = Call(_ALONE, x, None, None, None, resolve(_twin(module)))
+    if kind in _FOLDED:
+        plan, call = plan_for(call)
+    else:  # here, because tracing takes parts of torch whose import takes a second
+        from ..activations.custom import without_logging
+
+        with without_logging():  # what is no activation is not worth a word
+            plan, call = plan_for(call)
     traced = call.activation
     if plan.path == "composite" or traced.writes_argument or not traced.is_folded:
         return None
