@@ -227,12 +227,13 @@ class Region:
             replay = row(self, node, result)
         finally:
             self._nesting -= 1
-        if replay is None or not replay[1] or max([value.depth for value in replay[1]]) >= DEPTH:
+        function, operands = (None, ()) if replay is None else replay
+        if not operands or max([value.depth for value in operands]) >= DEPTH:
             return None
-        version = _writes_to_result(node, replay[1][0])
+        version = _writes_to_result(node, operands[0])
         if result is not None and result._version != version:
             return None
-        recipe = Recipe(node, *replay, self)
+        recipe = Recipe(node, function, operands, self)
         self._set_result(node, recipe, version)
         return recipe
 
