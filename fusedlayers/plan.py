@@ -177,7 +177,7 @@ def _by_kernels(call: Call, plan: Plan, is_trained: bool) -> Plan:
     # save it, their result may be edited.
     by_torch = by_torch and (not is_hooked or activation.name in KEPT_BY_TORCH)
     is_in_place = by_torch and saved == "output" and activation.in_place is not None
-    is_in_place = is_in_place and _result_bytes(call) < limits_of(x).large
+    is_in_place = is_in_place and _result_bytes(call) < limits_of(x).medium
     return plan._replace(
         path="in_place" if is_in_place else "fused", dim=dim, bias_in_kernel=adds_bias and saved != "input",
         has_own_node=has_own_node and plan.cast is None, flattens=operation.returns_view(x) and is_along,
@@ -193,7 +193,7 @@ def _left_because(call: Call, dtype: torch.dtype, backend: Backend, is_trained: 
         return None
     if activation.torch_keeps_less and operation != GATE:
         return _KEEPS_LESS
-    limit = limits_of(x).medium
+    limit = limits_of(x).small
     is_small = _result_bytes(call) < limit and not call.is_inplace
     if is_trained and activation.output_refusal(dtype) is None:
         because = backend.slow_because(activation, dtype, may_build=not is_small)

@@ -1,4 +1,4 @@
-"""What ``fuse`` returns: bytes, peaks and times before and after, and the values that are not saved.
+"""The report of ``fuse``: bytes, peaks and times before and after, and the values that are not saved.
 
 ``count`` reads these off a graph: nodes hold what ``save_once`` has packed. What stays is listed by
 ``memory_report``.
@@ -42,7 +42,7 @@ class Spared:
 
 @dataclass(frozen=True)
 class FuseReport(Report):
-    """What ``fuse`` returns; ``str()`` is a table.
+    """The report of ``fuse``; ``str()`` is a table.
 
     Attributes:
         name: of the model's class.
@@ -106,16 +106,16 @@ def grouped(values: Iterable[Spared]) -> tuple[Spared, ...]:
 # --- what a graph holds -----------------------------------------------------------------------------------------------
 
 
-class Count(NamedTuple):
+class Packed(NamedTuple):
     """The bytes that a graph keeps, each storage once, and the values that it spares."""
 
     kept_bytes: int
     spared: tuple[Spared, ...]
 
 
-def count(result: Any, exclude: Any = (), module_of: Callable[[Any], str] = lambda node: "") -> Count:
-    """What is packed in the graph of ``result``, without the storages of ``exclude``; ``module_of`` names the module in
-    which a node was made."""
+def count(result: Any, exclude: Any = (), module_of: Callable[[Any], str] = lambda node: "") -> Packed:
+    """The bytes that the graph of ``result`` keeps, without the storages of ``exclude``, and the values that it spares;
+    ``module_of`` names the module in which a node was made."""
     recipes: dict[Recipe, list[Any]] = {}  # with the nodes that have saved one, or a view of one
     sizes: dict[int, int] = {}
     readers: dict[int, list[Any]] = {}  # by storage, the nodes that need it
@@ -144,7 +144,7 @@ def count(result: Any, exclude: Any = (), module_of: Callable[[Any], str] = lamb
         if others:
             values.append(spared(owner.name(), sizes[key], others, "output saved"))
     left_out = sizes_of(tensors_in(exclude)).keys()
-    return Count(sum(size for key, size in sizes.items() if key not in left_out), tuple(values))
+    return Packed(sum(size for key, size in sizes.items() if key not in left_out), tuple(values))
 
 
 def _packed_by(node: Any) -> list[Value]:

@@ -20,7 +20,7 @@ from .recipe import Stored, Value
 
 if TYPE_CHECKING:
     from .region import Region
-    from .replays import Replay, Row
+    from .replays import Replay, Rule
 
 #: Where a node's metadata has the facts, by name: "eps", a number; "weight" and "bias", values, or None where the norm
 #: has none. The facts themselves are None where copies of parameters would be as large as the result.
@@ -84,10 +84,10 @@ Make = Callable[[Any, Any], Callable[..., Tensor] | None]
 _UNKNOWN = object()
 
 
-def _norm(make: Make, eps_name: str | None = None, statistics: Sequence[str] = ()) -> Row:
+def _norm(make: Make, eps_name: str | None = None, statistics: Sequence[str] = ()) -> Rule:
     """A norm whose node saves its input; and eps, where that has a name."""
 
-    def row(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
         facts = node.metadata.get(_FACTS, {})
         if facts is None or (eps_name is None and "eps" not in facts):
             return None
@@ -102,7 +102,7 @@ def _norm(make: Make, eps_name: str | None = None, statistics: Sequence[str] = (
         given = {name: value for name, value in given.items() if value is not None}
         return None if _UNKNOWN in given.values() else (partial(_replayed, function, (*given,)), (x, *given.values()))
 
-    return row
+    return rule
 
 
 def _replayed(function: Callable[..., Tensor], names: Sequence[str], x: Tensor, *given: Tensor) -> Tensor:
@@ -166,7 +166,7 @@ def _group_norm(node: Any, eps: float) -> Callable[..., Tensor]:
 
 
 #: By the node's name.
-NORM_REPLAYS: dict[str, Row] = {
+NORM_REPLAYS: dict[str, Rule] = {
     "NativeLayerNormBackward0": _norm(_of_rows(F.layer_norm)),
     "FusedRmsNormBackward0": _norm(_of_rows(F.rms_norm)),
     "NativeGroupNormBackward0": _norm(_group_norm, "_saved_eps"),

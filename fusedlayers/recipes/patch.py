@@ -1,4 +1,4 @@
-"""What a fused module has in the place of ``forward``: its own forward pass, in which every value is saved once.
+"""Patches of modules: a module's own forward pass, in which every value is saved once.
 
 A patch is the instance's ``forward``: an object that calls the class's forward, whatever that is at the time. No class
 is changed, no hook is added, and copies and pickles of a module have patches of their own. The outermost one enters a

@@ -1,4 +1,4 @@
-"""What ``save_once`` packs between entering and leaving, and the walk of the graph that finds recipes.
+"""Regions: the values that ``save_once`` packs, and the walk of the graph that finds recipes.
 
 The pack hook is handed what a node saves, with the node that made it. If that result can be replayed from saved tensors
 (``replays.py``), a recipe is packed in its place (``recipe.py``), and else the tensor. What a recipe reads went through
@@ -36,7 +36,7 @@ _RESULT = "fusedlayers.result"
 
 
 class Region:
-    """What is packed between entering and leaving. Rows of the table ask it for the operands of a replay.
+    """The values that are packed between entering and leaving. Rules ask it for the operands of a replay.
 
     Attributes:
         hooks: those that were there before; they get what is saved.
@@ -81,7 +81,7 @@ class Region:
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Value:
-        """What a node keeps of this tensor."""
+        """The value that a node keeps in the place of a tensor."""
         if tensor.grad_fn is None and (self.hooks is None or self._is_checkpointed):  # a parameter, or a node's own
             value: Value = Stored(tensor, self.hooks, self)
             value.readers = 1
@@ -199,13 +199,13 @@ class Region:
     # --- the results of nodes -----------------------------------------------------------------------------------------
 
     def _known(self, node: Any) -> Value | None:
-        """What the node's first result was packed as, or made of, before."""
+        """The value that the node's first result was packed as, or made of, before."""
         ref = node.metadata.get(_RESULT)
         value: Value | None = None if ref is None else ref()
         return value if value is not None and value.region is self else None
 
     def _set_result(self, node: Any, value: Value, version: int) -> None:
-        """Whoever reads the node's first result from now on has this value."""
+        """Give this value to all that read the node's first result from now on."""
         value.version = version
         if node.name() == "CloneBackward0":
             value.cloned = node._sequence_nr()
@@ -216,15 +216,15 @@ class Region:
         name = node.name()
         if name in RESULTS:
             return self._of_saved_result(node, result)
-        row: Any = REPLAYS.get(name)
-        if row is None:
+        rule: Any = REPLAYS.get(name)
+        if rule is None:
             kind: Any = vars(type(node)).get("_forward_cls") if isinstance(node, BackwardCFunction) else None
-            row = getattr(kind, "replay", None) if kind is not None and issubclass(kind, Node) else None
-        if row is None:
+            rule = getattr(kind, "replay", None) if kind is not None and issubclass(kind, Node) else None
+        if rule is None:
             return None
         self._nesting += 1
         try:
-            replay = row(self, node, result)
+            replay = rule(self, node, result)
         finally:
             self._nesting -= 1
         function, operands = (None, ()) if replay is None else replay

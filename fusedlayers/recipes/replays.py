@@ -1,6 +1,6 @@
 """How the results of PyTorch's nodes are replayed: one table, by the node's name.
 
-A row names the function and its operands: the values that the node has saved, or those that the nodes behind it have
+A rule names the function and its operands: the values that the node has saved, or those that the nodes behind it have
 made (``Region``). It returns None where a number that the result depends on is in no node: the addend of ``x + 1``.
 
 Limits: results are those of the same operators on the same operands, so they are the same bits wherever an operator
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 Replay = tuple[Callable[..., Tensor], Sequence[Value]]
 """The function and its operands."""
-Row = Callable[["Region", Any, Tensor | None], Replay | None]
+Rule = Callable[["Region", Any, Tensor | None], Replay | None]
 """From the region, the node, and its result, if that is there, to the replay of the result."""
 
 
@@ -45,36 +45,36 @@ def with_options(function: Callable[..., Tensor], node: Any, names: Sequence[str
     return partial(function, **options) if options else function
 
 
-def _of(function: Callable[..., Tensor], *names: str) -> Row:
+def _of(function: Callable[..., Tensor], *names: str) -> Rule:
     """A function of the saved input."""
 
-    def row(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
         z = region.read(node, "self", 0)
         return None if z is None else (with_options(function, node, names), (z,))
 
-    return row
+    return rule
 
 
-def _behind(function: Callable[..., Tensor], *names: str) -> Row:
+def _behind(function: Callable[..., Tensor], *names: str) -> Rule:
     """A function of all that stands behind the node, which saves nothing."""
 
-    def row(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
         values = [region.behind(node, edge) for edge in range(len(node.next_functions))]
         found = [value for value in values if value is not None]
         return (with_options(function, node, names), found) if values and len(found) == len(values) else None
 
-    return row
+    return rule
 
 
-def _of_two(function: Callable[..., Tensor], second: str) -> Row:
+def _of_two(function: Callable[..., Tensor], second: str) -> Rule:
     """A function of the saved input and of a second tensor."""
 
-    def row(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
         a = region.read(node, "self", 0)
         b = None if a is None else region.read(node, second, 1)
         return None if a is None or b is None else (function, (a, b))
 
-    return row
+    return rule
 
 
 def _reshape(region: Region, node: Any, result: Tensor | None) -> Replay | None:
@@ -120,7 +120,7 @@ def _pad(region: Region, node: Any, result: Tensor | None) -> Replay | None:
 
 
 #: Nodes that save their input, or the two factors, or nothing that is large.
-REPLAYS: dict[str, Row] = {
+REPLAYS: dict[str, Rule] = {
     "GeluBackward0": _of(F.gelu, "approximate"),
     "SiluBackward0": _of(F.silu),
     "MishBackward0": _of(F.mish),
