@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.recipes.counting import count
+from fusedlayers.recipes.fuse_report import count
 from fusedlayers.utils.storages import sizes_of, tensors_in
 
 from . import measure, zoo

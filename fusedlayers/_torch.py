@@ -12,9 +12,8 @@ Private attributes of torch's objects are used where the objects are, and nowher
   ``_backward_pre_hooks``, ``_compiled_call_impl``, ``_reversed_padding_repeated_twice`` (convolutions),
   ``_check_input_dim`` (batch norms); styles of tensor parallelism:
   ``_prepare_input_fn``, ``_prepare_output_fn``;
-* nodes of autograd: ``_sequence_nr``, ``_input_metadata``, ``_raw_saved_*``, ``_raw_saved_result``,
-  ``_raw_saved_tensors``, ``_saved_self``, ``_saved_approximate``, ``_saved_dim``, ``_forward_cls`` (of a Function's
-  node), and what ``recipes/replays.py`` reads of each;
+* nodes of autograd: ``_sequence_nr``, ``_input_metadata``, ``_raw_saved_*``, ``_raw_saved_tensors``, ``_saved_self``,
+  ``_forward_cls`` (of a Function's node), and what ``recipes/replays.py`` and ``recipes/norms.py`` read of each;
 * selective checkpoints: their modes' ``storage``, and ``val`` of what that holds;
 * operators: ``_schema``, ``_overloadpacket``.
 

@@ -176,10 +176,10 @@ def _left_because(call: Call, dtype: torch.dtype, backend: Backend, is_trained: 
         return None
     if activation.torch_keeps_less and operation != GATE:
         return _KEEPS_LESS
-    limit, large = limits_of(x)
+    limit, medium = limits_of(x)
     result_bytes = math.prod(operation.shape(x, call.w)) * x.itemsize
     if result_bytes >= limit and activation.name in KEPT_BY_TORCH and not isinstance(operation, Pointwise):
-        limit = large
+        limit = medium
     is_small = result_bytes < limit and not call.is_inplace
     if is_trained and activation.output_refusal(dtype) is None:
         because = backend.slow_because(activation, dtype, may_build=not is_small)

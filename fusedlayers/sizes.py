@@ -36,10 +36,10 @@ SPELLED_NORM_BYTES = 256 << 10
 
 
 class Limits(NamedTuple):
-    """From how many bytes on results are of medium size, and large."""
+    """Results of fewer bytes are small, or of medium size."""
 
+    small: int
     medium: int
-    large: int
 
 
 def limits_of(x: Tensor) -> Limits:

@@ -1,4 +1,4 @@
-"""Checks of arguments, and the messages of the functional interface (names of activations: ``activations/lookup.py``).
+"""Checks of arguments, and the messages of the functional interface (names of activations: ``activations/table.py``).
 
 PyTorch refuses most of what does not fit together, but some of it only after a kernel has written over a result, and
 some not at all: a bias of one element is broadcast, and a kernel reads beyond it. So all that a kernel reads is checked

@@ -1,7 +1,8 @@
 """Random programs for ``test_programs.py``: small trees of modules whose code is a list of instructions.
 
 ``Program(seed)`` says everything: how the model is built, what it is called with, how a training step is taken, and
-what changes after ``fuse``. Two builds of one program are alike to the last bit.
+what changes after ``fuse``. Two builds of one program are alike to the last bit. Branches and spellings of one call
+are left out: they make the same graphs.
 
 A block (``Steps``) carries one value, ``h``, from instruction to instruction, and others that an instruction kept. An
 instruction is a tuple, the name of a function in ``INSTRUCTIONS`` and its arguments; blocks are nested as modules, and
@@ -23,8 +24,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Instruction = tuple[Any, ...]
-#: What helper functions read.
-GLOBALS = {"scale": 1.0, "act": "gelu"}
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -57,13 +56,6 @@ class TanhGELU(nn.Module):
         return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
-class Functional(nn.Module):
-    """An activation's function as a module of the user's."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(x)
-
-
 def _act_module(name: str) -> nn.Module:
     name, _, how = name.partition(" ")
     kind: Any = getattr(nn, name, None) or globals()[name]
@@ -74,47 +66,25 @@ ACT_MODULES = (
     *("GELU", "SiLU", "SiLU inplace", "ReLU", "ReLU inplace", "LeakyReLU", "LeakyReLU inplace", "ELU", "ELU inplace"),
     *("Mish", "Mish inplace", "Hardswish", "Hardswish inplace", "Softplus", "Tanh", "Sigmoid", "SELU", "CELU inplace"),
     *("ReLU6", "Hardtanh inplace", "Hardsigmoid", "LogSigmoid", "Softsign", "Tanhshrink"),
-    *("QuickGELU", "TanhGELU", "Functional"),
+    *("QuickGELU", "TanhGELU"),
 )
-ACT_FUNCTIONS = (
-    *("gelu", "silu", "relu", "leaky_relu", "elu", "mish", "hardswish", "softplus", "tanh", "sigmoid", "selu"),
-)
-#: By what they are called with: PyTorch has them in these places.
 _FORMS: dict[str, Callable[[Tensor], Tensor]] = {
-    "torch relu": torch.relu,
-    "torch tanh": torch.tanh,
-    "torch sigmoid": torch.sigmoid,
-    "torch selu": torch.selu,
-    "method relu": lambda h: h.relu(),
-    "method tanh": lambda h: h.tanh(),
-    "method sigmoid": lambda h: h.sigmoid(),
+    **{
+        name: getattr(F, name)
+        for name in ("gelu", "silu", "relu", "leaky_relu", "elu", "mish", "hardswish", "softplus")
+    },
+    **{name: getattr(torch, name) for name in ("tanh", "sigmoid", "selu", "relu_", "tanh_", "sigmoid_")},
     "tanh-gelu": lambda h: F.gelu(h, approximate="tanh"),
     "leaky 0.3": lambda h: F.leaky_relu(h, 0.3),
     "spelled silu": lambda h: h * torch.sigmoid(h),
     "spelled gelu": lambda h: 0.5 * h * (1 + torch.erf(h * 0.7071067811865476)),
-    "relu_": lambda h: h.relu_(),
-    "torch relu_": torch.relu_,
-    "tanh_": lambda h: h.tanh_(),
-    "sigmoid_": lambda h: h.sigmoid_(),
     "silu_": lambda h: F.silu(h, inplace=True),
     "elu_": lambda h: F.elu_(h),
     "leaky_relu_": lambda h: F.leaky_relu(h, 0.1, inplace=True),
     "hardswish_": lambda h: F.hardswish(h, inplace=True),
     "mish_": lambda h: F.mish(h, inplace=True),
 }
-for _name in ACT_FUNCTIONS:
-    # Looked up when they are called, as code does.
-    _FORMS[f"F {_name}"] = lambda h, name=_name: getattr(F, name)(h)  # type: ignore[misc]
 GATE_ACTS = ("silu", "gelu", "relu", "tanh-gelu", "sigmoid")
-
-
-def _gate_act(name: str, h: Tensor) -> Tensor:
-    return F.gelu(h, approximate="tanh") if name == "tanh-gelu" else getattr(F, name)(h)
-
-
-def _helper(h: Tensor) -> Tensor:
-    """Reads globals."""
-    return getattr(F, str(GLOBALS["act"]))(h * GLOBALS["scale"])
 
 
 # --- instructions -----------------------------------------------------------------------------------------------------
@@ -137,7 +107,7 @@ class Steps(nn.Module):
 
     def __init__(self, steps: list[Instruction], log: dict[str, list[Tensor]], name: str) -> None:
         super().__init__()
-        self.steps, self.name, self.flag = steps, name, False
+        self.steps, self.name = steps, name
         self.__dict__["log"] = log
         self.p = 0.1
 
@@ -170,10 +140,6 @@ def _act(block: Steps, frame: Frame, form: str) -> None:
     frame.h = _FORMS[form](frame.h)
 
 
-def _help(block: Steps, frame: Frame) -> None:
-    frame.h = _helper(frame.h)
-
-
 def _dropout(block: Steps, frame: Frame, p: float | None, inplace: bool) -> None:
     frame.h = F.dropout(frame.h, block.p if p is None else p, block.training, inplace)
 
@@ -197,7 +163,7 @@ def _gate(block: Steps, frame: Frame, style: str, act: str, first: bool, name: s
             gate, up = packed.split(packed.shape[-1] // 2, -1)
         else:
             gate, up = packed[..., ::2], packed[..., 1::2]
-    gated = getattr(block, act)(gate) if hasattr(block, act) else _gate_act(act, gate)
+    gated = getattr(block, act)(gate) if hasattr(block, act) else _FORMS[act](gate)
     frame.h = gated * up if first else up * gated
 
 
@@ -279,17 +245,6 @@ def _checkpoint(block: Steps, frame: Frame, what: Any, reentrant: bool) -> None:
     frame.h = checkpoint(function, frame.h, use_reentrant=reentrant)
 
 
-def _branch(block: Steps, frame: Frame, on: str, then: list[Instruction], other: list[Instruction]) -> None:
-    is_so = {
-        "flag": block.flag,
-        "training": block.training,
-        "shape": frame.h.shape[0] > 16,
-        "grad": torch.is_grad_enabled(),
-        "requires": frame.h.requires_grad,
-    }[on]
-    block.run(then if is_so else other, frame)
-
-
 def _hook(block: Steps, frame: Frame, how: str, name: str) -> None:
     h = frame.h
     if not h.requires_grad or not torch.is_grad_enabled():
@@ -308,10 +263,10 @@ def _hook(block: Steps, frame: Frame, how: str, name: str) -> None:
 
 
 INSTRUCTIONS: dict[str, Callable[..., None]] = {
-    "part": _part, "act": _act, "helper": _help, "dropout": _dropout, "functional norm": _functional_norm,
+    "part": _part, "act": _act, "dropout": _dropout, "functional norm": _functional_norm,
     "gate": _gate, "matmul": _matmul, "keep": _keep, "add": _add, "multiply": _multiply, "back": _back,
     "edit": _edit, "view": _view, "detach": _detach, "no_grad": _without_gradients, "autocast": _autocast,
-    "checkpoint": _checkpoint, "branch": _branch, "hook": _hook,
+    "checkpoint": _checkpoint, "hook": _hook,
 }  # fmt: skip
 
 
@@ -376,7 +331,7 @@ class Program:
         return (rows,) if rng.random() < 0.6 else (rng.choice((2, 4)), rows // 2)
 
     def _change(self, rng: random.Random) -> Change:
-        kind = rng.choice(("act", "p", "eps", "eval", "eval part", "flag", "class", "global", "freeze", "hook", "bias"))
+        kind = rng.choice(("act", "p", "eps", "eval", "eval part", "class", "freeze", "hook", "bias"))
         return kind, rng.random(), rng.choice(ACT_MODULES), rng.choice((0.0, 0.1, 0.5)), rng.randrange(4)
 
     def inputs(self) -> Tensor:
@@ -402,27 +357,25 @@ class Program:
         return model, log
 
     @contextmanager
-    def changed(self, *models: Model) -> Iterator[None]:
-        """What happens to all of these models after fuse; classes and globals are put back."""
+    def changed(self, model: Model) -> Iterator[None]:
+        """What happens to a model after fuse; classes are put back."""
         before = [(kind, kind.forward) for kind in (nn.GELU, nn.SiLU, QuickGELU, RMSNorm, nn.Linear)]
-        scale, options = QuickGELU.scale, dict(GLOBALS)
+        scale = QuickGELU.scale
         try:
             for change in self.changes:
-                for i, model in enumerate(models):
-                    _apply(model, *change, is_first=i == 0)
+                _apply(model, *change)
             yield
         finally:
             for kind, forward in before:
                 kind.forward = forward  # type: ignore[method-assign]
             QuickGELU.scale = scale
-            GLOBALS.update(options)
 
 
 def _picked(modules: list[Any], place: float) -> list[Any]:
     return [modules[int(place * len(modules))]] if modules else []
 
 
-def _apply(model: Model, kind: str, place: float, act: str, p: float, which: int, *, is_first: bool) -> None:
+def _apply(model: Model, kind: str, place: float, act: str, p: float, which: int) -> None:
     modules = [*model.modules()]
     blocks = [module for module in modules if isinstance(module, Steps)]
     if kind == "act":
@@ -437,9 +390,6 @@ def _apply(model: Model, kind: str, place: float, act: str, p: float, which: int
             module.eps = 0.3
     elif kind in ("eval", "eval part"):
         (model if kind == "eval" else _picked(modules, place)[0]).eval()
-    elif kind == "flag":
-        for block in blocks:
-            block.flag = True
     elif kind == "freeze":
         for module in _picked(modules, place):
             module.requires_grad_(False)
@@ -449,10 +399,6 @@ def _apply(model: Model, kind: str, place: float, act: str, p: float, which: int
     elif kind == "hook":
         for module in _picked(modules, place):
             _HOOKS[which](module, model.log, "added later")
-    elif not is_first:
-        return
-    elif kind == "global":
-        GLOBALS.update((("scale", 1.5),) if which % 2 else (("act", "silu"),))
     elif which == 0:
         nn.GELU.forward = lambda self, x: x * torch.sigmoid(x)  # type: ignore[method-assign]
     elif which == 1:
@@ -576,7 +522,7 @@ class _Maker:
             "layer": 2.0, "layer act": 4.0, "layer act drop": 3.0, "act": 2.0, "drop": 1.5, "norm": 3.0,
             "norm act": 2.0, "gate": 0.0 if self.is_image else 3.5, "residual": 1.0, "multiply": 1.0, "edit": 1.0,
             "view": 1.0, "detach": 0.4, "keep": 1.0, "use": 1.0, "hook": 0.6, "no_grad": 0.4, "autocast": 0.25,
-            "checkpoint": 0.7, "branch": 1.0, "helper": 0.5,
+            "checkpoint": 0.7,
         }  # fmt: skip
         kind = self.rng.choices([*kinds], [*kinds.values()])[0]
         if kind == "layer":
@@ -587,7 +533,7 @@ class _Maker:
             if kind.endswith("drop"):
                 self.drop(block, steps)
             return width if self.rng.random() < 0.4 else self.layer(block, steps, width)
-        if kind in ("no_grad", "autocast", "checkpoint", "branch", "residual"):
+        if kind in ("no_grad", "autocast", "checkpoint", "residual"):
             return self.sections(kind, block, steps, width)
         return self.single(kind, block, steps, width)
 
@@ -618,10 +564,8 @@ class _Maker:
             steps.append(("keep", kept))
         elif kind == "use":
             steps.append(("add", kept) if rng.random() < 0.7 else ("back", kept))
-        elif kind == "hook":
-            steps.append(("hook", rng.choice(("see", "scale", "retain")), kept))
         else:
-            steps.append(("helper",))
+            steps.append(("hook", rng.choice(("see", "scale", "retain")), kept))
         return width
 
     def sections(self, kind: str, block: Steps, steps: list[Instruction], width: int) -> int:
@@ -633,15 +577,6 @@ class _Maker:
             out = self.some(block, steps, width)
             steps.append(("add", "r") if rng.random() < 0.7 else ("edit", "residual", "r"))
             return out
-        if kind == "branch":
-            then: list[Instruction] = []
-            for side in (then, inner):
-                for _ in range(rng.randint(0, 2)):
-                    self.single(
-                        rng.choice(("act", "drop", "norm", "edit", "helper", "keep", "use")), block, side, width
-                    )
-            steps.append(("branch", rng.choice(("flag", "training", "shape", "grad", "requires")), then, inner))
-            return width
         out = width
         for _ in range(rng.randint(1, 3)):
             out = self.some(block, inner, out)

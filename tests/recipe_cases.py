@@ -14,6 +14,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
+from fusedlayers.recipes.patch import patch_of
 
 WIDTH, CHANNELS = 32, 8
 
@@ -150,8 +151,22 @@ Enter = Callable[[nn.Module], AbstractContextManager[Any]]
 Context = Callable[[nn.Module, Tensor, Enter], list[Tensor]]
 
 
-def recipes(model: nn.Module) -> AbstractContextManager[Any]:
-    return fl.save_once(model)
+@contextmanager
+def recipes(model: nn.Module) -> Iterator[None]:
+    """Fuses what is entered, once, and runs it within ``save_once``; it stays fused during backward."""
+    with fused(exact=True)(model), fl.save_once():
+        yield
+
+
+def fused(exact: bool) -> Enter:
+    """Fuses what is entered, once."""
+
+    def enter(model: nn.Module) -> AbstractContextManager[Any]:
+        if patch_of(model) is None:
+            fl.fuse(model, exact=exact)
+        return nullcontext()
+
+    return enter
 
 
 def eager(model: nn.Module) -> AbstractContextManager[Any]:

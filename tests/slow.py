@@ -77,7 +77,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_fuse": {
         "test_gradients_are_as_good_as_torchs": 40,
-        "test_the_same_bits": 112,
     },
     "test_fuse_training": {
         "test_adapters": 1,
@@ -102,7 +101,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_models": {
         "test_losses_and_gradients": 3,
-        "test_training_goes_the_same_way": 1,
         "test_unfuse_restores_the_model": 6,
     },
     "test_plan": {
@@ -120,8 +118,8 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_save_once": {
         "test_nodes_of_this_torch": 99,
-        "test_random_programs": 2,
         "test_rows_replay": 99,
+        "test_the_same_bits": 136,
     },
     "test_saved_memory": {
         "test_compiled": 4,

@@ -30,7 +30,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops import mlp_forward
 from fusedlayers.recipes import region
-from fusedlayers.recipes.counting import count
+from fusedlayers.recipes.fuse_report import count
 from fusedlayers.utils.autograd_graph import nodes_of, saved_by
 from fusedlayers.utils.storages import sizes_of, tensors_in
 

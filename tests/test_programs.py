@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import programs
 import pytest
@@ -70,19 +70,26 @@ def check(seed: int) -> str:
 
 
 def check_exact(seed: int) -> None:
-    """The same bits, with ``exact=True``."""
+    """The same bits, by ``fuse(exact=True)`` and by ``save_once`` around a model that is not fused."""
     program = programs.Program(seed)
     try:
         theirs = _trained(program)
     except Exception:  # nothing to compare with
         return
-    ours = _trained(program, exact=True)
-    assert theirs.keys() ^ ours.keys() <= _may_be_missing(theirs, ours), (
-        f"program {seed}: {theirs.keys() ^ ours.keys()}"
-    )
-    wrong = [name for name in theirs if name in ours and not are_equal(ours[name], theirs[name])]
-    assert not wrong or not _is_right(program), f"program {seed}: {wrong}"
-    _saves_no_more(program, exact=True)
+    for enter in (fuse_exactly, save_once):
+        ours, say = _trained(program, enter=enter), f"program {seed}, {enter.__name__}"
+        assert theirs.keys() ^ ours.keys() <= _may_be_missing(theirs, ours), f"{say}: {theirs.keys() ^ ours.keys()}"
+        wrong = [name for name in theirs if name in ours and not are_equal(ours[name], theirs[name])]
+        assert not wrong or not _is_right(program), f"{say}: {wrong}"
+        _saves_no_more(program, enter)
+
+
+def fuse_exactly(model: nn.Module) -> None:
+    fl.fuse(model, exact=True)
+
+
+def save_once(model: nn.Module) -> None:
+    model.forward = fl.save_once()(model.forward)  # type: ignore[method-assign]
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:
@@ -112,32 +119,30 @@ def compare(program: programs.Program) -> str | Errors:
     except Exception:
         return "eager fails"
     try:
-        ours = _trained(program, exact=False)
+        ours = _trained(program, enter=fl.fuse)
     except RuntimeError as error:
         if "modified by an inplace operation" in str(error):
             return "refused"
         raise AssertionError(f"program {program.seed}: the fused model fails") from error
-    _saves_no_more(program, exact=False)
+    _saves_no_more(program, fl.fuse)
     return Errors.measured(program, ours, theirs, wanted)
 
 
-def _trained(program: programs.Program, dtype: torch.dtype | None = None, exact: bool | None = None) -> Found:
-    """What a training step computes; of the fused model, if ``exact`` says how."""
+def _trained(program: programs.Program, dtype: torch.dtype | None = None, enter: Callable[..., Any] = id) -> Found:
+    """What a training step computes, of the model that ``enter`` has changed."""
     model, log = program.build()
-    if exact is not None:
-        fl.fuse(model, exact=exact)
+    enter(model)
     with program.changed(model.to(dtype)):
         return _step(program, model, log)
 
 
-def _saves_no_more(program: programs.Program, exact: bool) -> None:
+def _saves_no_more(program: programs.Program, enter: Callable[..., Any]) -> None:
     if program.outside != "plain" or program.changes:
         return
     kept = []
-    for is_fused in (False, True):
+    for change in (id, enter):
         model, x = program.build()[0], program.inputs()
-        if is_fused:
-            fl.fuse(model, exact=exact)
+        change(model)
         torch.manual_seed(program.seed)
         kept.append(saved_bytes(model, x, exclude=[*model.buffers(), x]))
     assert kept[1] <= kept[0], f"program {program.seed}: saves {kept[1]} bytes, eager {kept[0]}"

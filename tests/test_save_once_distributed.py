@@ -10,7 +10,6 @@ import processes
 import pytest
 import recipe_cases as cases
 import torch
-from test_fuse import fused
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
@@ -84,7 +83,7 @@ def _compared(rank: int, processes: int) -> dict[str, bool]:
     found = {}
     for (engine, wrap), autocast in product(ENGINES.items(), (False, True)):
         theirs = _trained(wrap, cases.eager, autocast)
-        ways = {"save_once": (wrap, cases.recipes), "fuse": (wrap, fused(exact=True))}
+        ways = {"save_once": (wrap, cases.recipes), "fuse": (wrap, cases.fused(exact=True))}
         ways["fuse first"] = _fuse_and(wrap), cases.eager
         for way, (wrapped, enter) in ways.items():
             ours = _trained(wrapped, enter, autocast)

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..utils.example import arguments_from, check_flag, check_model, check_module, check_uncompiled
-from ..utils.progress import OnStage, asked
-from .fuse_report import FuseReport, measured
-from .patch import Patch, is_worth_a_patch, patch_of
+from ..memory import device_of, peak_bytes, saved_bytes
+from ..reports.module_tracker import ModuleTracker
+from ..reports.step import Step, no_gradient_because, step_times, tensors_of
+from ..utils.example import (
+    arguments_from,
+    check_flag,
+    check_model,
+    check_module,
+    check_uncompiled,
+    eagerly,
+    evaluation_notes,
+)
+from ..utils.module_state import isolated_gradients, unchanged
+from ..utils.storages import tensors_in, trained_in
+from .fuse_report import FuseReport, count, grouped
+from .patch import Patch, patches_of
 
 
-def fuse(
-    model: nn.Module,
-    inputs: Any = None,
-    *more: Any,
-    exact: bool = False,
-    time: bool = False,
-    progress: bool | OnStage = False,
-) -> FuseReport:
+def fuse(model: nn.Module, inputs: Any = None, *more: Any, exact: bool = False, time: bool = False) -> FuseReport:
     """Save every value of a model once, in place: backward replays from other saved tensors what one operation makes.
 
     The model's code runs as it is; ``save_once`` is around its forward pass, and around those of its modules, so that
@@ -44,15 +48,13 @@ def fuse(
             random generators are put back.
         exact: whether PyTorch's own nodes compute everything, so that gradients are the same to the last bit.
         time: whether steps are timed too, with and without.
-        progress: True writes how far it has come and the time left on stderr, every 10 seconds. A function is told each
-            stage, and which part of all is done.
 
     Returns:
         a report; with inputs, of the bytes that are saved for backward and of the peak, before and after.
 
     Raises:
-        TypeError: ``model`` is no module, or is compiled or TorchScript; several inputs that are no tuple; ``exact`` or
-            ``time`` is neither True nor False.
+        TypeError: ``model`` is no module, or is compiled or TorchScript; ``exact`` or ``time`` is neither True nor
+            False.
         ValueError: lazy parameters without a shape; inputs that the model does not run on; ``time`` without inputs.
         torch.OutOfMemoryError: the example does not fit; ``fuse(model)`` needs none. The model is what it was then.
 
@@ -70,14 +72,12 @@ def fuse(
     check_flag("fuse", "time", time)
     if time and inputs is None:
         raise ValueError("fuse: time=True runs the model; pass inputs too")
-    before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
-    notes = _notes_on(before)
+    before = patches_of(model)
     if inputs is None:
         _attach(model, exact)
-        return FuseReport(type(model).__name__, exact, notes=notes)
-    switches = (lambda: unfuse(model)), (lambda: _attach(model, exact))
+        return FuseReport(type(model).__name__, exact)
     try:
-        found = measured(model, *arguments_from(inputs), time, switches, asked("fuse", progress))
+        return _measured(model, inputs, exact, time)
     except BaseException as error:
         unfuse(model)
         for patch in before:
@@ -87,7 +87,47 @@ def fuse(
                 f"fuse: the model does not fit into memory with these inputs; fuse(model) needs none. {error}"
             ) from error
         raise
-    return FuseReport(type(model).__name__, exact, **{**found, "notes": (*notes, *found["notes"])})
+
+
+def _measured(model: nn.Module, inputs: Any, exact: bool, is_timed: bool) -> FuseReport:
+    """Fuse a model, and measure it before and after."""
+    args, kwargs = arguments_from(inputs)
+    step, tracker, notes = Step(model, args, kwargs, function="fuse"), ModuleTracker(model), evaluation_notes(model)
+    with unchanged([*model.modules()], [*tensors_in((args, kwargs))]) as reset_random, torch.enable_grad(), eagerly():
+        unfuse(model)
+        with step.readable():
+            result = model(*args, **kwargs)
+        if not any(tensor.requires_grad for tensor in tensors_of(result)):
+            notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
+            _attach(model, exact)
+            return FuseReport(type(model).__name__, exact, saved_bytes=(0, 0), notes=tuple(notes))
+        del result
+        leaves = trained_in((model, args, kwargs))
+
+        def bytes_and_peak() -> tuple[int, int]:
+            reset_random()
+            saved = saved_bytes(step.forward, exclude=[*model.buffers(), args, kwargs])
+            reset_random()
+            with isolated_gradients(leaves, zeros=True):
+                return saved, peak_bytes(step.run, device=device_of((model, args, kwargs)))
+
+        before = bytes_and_peak()
+        _attach(model, exact)
+        now = bytes_and_peak()
+        reset_random()
+        with tracker.tracking():
+            spared = grouped(count(step.forward(), module_of=tracker.module_of).spared)
+        switches = [lambda: unfuse(model), lambda: _attach(model, exact)]
+        times = step_times(step, switches, reset_random) if is_timed else None
+    return FuseReport(
+        type(model).__name__,
+        exact,
+        spared,
+        (before[0], now[0]),
+        (before[1], now[1]),
+        None if times is None else (times[0], times[1]),
+        tuple(notes),
+    )
 
 
 def unfuse(model: nn.Module) -> None:
@@ -97,23 +137,17 @@ def unfuse(model: nn.Module) -> None:
         TypeError: ``model`` is no module.
     """
     check_module("unfuse", model)
-    for module in model.modules():
-        patch = patch_of(module)
-        if patch is not None:
-            patch.remove()
+    for patch in patches_of(model):
+        patch.remove()
 
 
 def _attach(model: nn.Module, exact: bool) -> None:
     unfuse(model)
     for module in model.modules():
-        if not isinstance(module, torch.jit.ScriptModule) and (module is model or is_worth_a_patch(module)):
-            Patch(module, exact=exact).attach()
-
-
-def _notes_on(patches: Sequence[Patch]) -> tuple[str, ...]:
-    """Of a model that was fused before."""
-    if not patches:
-        return ()
-    options = {patch.exact for patch in patches}
-    was = "partly with exact=True" if len(options) > 1 else f"with exact={options.pop()}"
-    return (f"The model was fused before, {was}; now it has the options of this call.",)
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        patch = Patch(module, exact=exact)
+        # PyTorch's own leaf layers, as nn.Linear, are called often, and a patch without a role would change nothing.
+        is_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
+        if module is model or patch.role is not None or not is_layer:
+            patch.attach()

@@ -1,13 +1,10 @@
-"""What a fused module has in the place of ``forward``: its own forward pass, in which every value is saved once.
+"""Patches of modules: a module's own forward pass, in which every value is saved once.
 
 A patch is the instance's ``forward``: an object that calls the class's forward, whatever that is at the time. No class
 is changed, no hook is added, and copies and pickles of a module have patches of their own. The outermost one enters a
 region (``save_once.py``); so does one that a checkpoint runs again. It steps aside where nothing is saved: without
-gradients, and in programs that ``torch.compile``, ``torch.export`` or TorchScript read.
-
-By its role a module computes something else, unless the model is ``exact``: an activation that saves its output; an RMS
-norm that is spelled out, as one node (``spelled_norms.py``); the product of a gate (``gates.py``). A norm says what its
-node does not (``norm_facts.py``).
+gradients, and in programs that ``torch.compile``, ``torch.export`` or TorchScript read. By its role a module computes
+something else, unless the model is ``exact`` (``roles.py``).
 """
 
 from __future__ import annotations
@@ -16,21 +13,17 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._torch import torchscript_state
 from ..recompute.recompute import recomputed
-from .gates import Gates, current_gates, is_gated
-from .leaves import activated, is_activation, is_leaf, may_be_activation, may_save_output
-from .norm_facts import is_norm, note_facts
+from ..validation import PLAIN_TYPES
 from .region import Region
+from .roles import role_of
 from .save_once import can_enter, current_region, enter_region, leave_region
-from .spelled_norms import spelled_norm
-
-Role = Literal["norm", "spelled norm", "activation", "perhaps activation", "gate", ""]
 
 
 class Patch:
@@ -41,6 +34,7 @@ class Patch:
         exact: whether PyTorch's own nodes compute everything.
         recompute: whether the whole forward pass is computed again in the backward pass.
         replaced: what the instance had in the place of its class's forward before, or None.
+        role: what runs around its own forward pass, or None.
     """
 
     recompute = False
@@ -48,7 +42,7 @@ class Patch:
     def __init__(self, module: nn.Module, *, exact: bool) -> None:
         self._module, self.exact = weakref.ref(module), exact
         self.replaced: Callable[..., Any] | None = vars(module).get("forward")
-        self._role = _role_of(module)
+        self.role = role_of(module, exact)
 
     @property
     def module(self) -> nn.Module:
@@ -105,10 +99,8 @@ class Patch:
         forward = self.replaced or type(module).forward.__get__(module)
         if not can_enter() or torchscript_state() is not None:
             return forward(*args, **kwargs)
-        if self.recompute:
-            run = functools.partial(self._saving_once, module, forward)
-            return recomputed(run, module, args, kwargs, "all")
-        return self._saving_once(module, forward, *args, **kwargs)
+        run = functools.partial(self._saving_once, module, forward)
+        return recomputed(run, module, args, kwargs, "all") if self.recompute else run(*args, **kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] | None = self.replaced
@@ -117,63 +109,28 @@ class Patch:
         return recomputed(forward, self.module, args, kwargs, "all") if self.recompute else forward(*args, **kwargs)
 
     def _saving_once(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        run = functools.partial(forward, *args, **kwargs)
         region = current_region()
         if region is not None:
-            return self._by_role(region, module, forward, args, kwargs) if self._role else forward(*args, **kwargs)
-        region = enter_region()
+            if not region.knows_parameters:  # ``save_once`` is around it
+                region.begin(module)
+            return self._by_role(region, module, run)
+        region = enter_region(module)
         try:
-            region.begin(module)
-            return self._by_role(region, module, forward, args, kwargs)
+            return self._by_role(region, module, run)
         finally:
             leave_region()
 
-    def _by_role(self, region: Region, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        role = self._role
-        if role == "norm":
-            y = forward(*args, **kwargs)
-            note_facts(module, y)
-            return y
-        if self.exact or not role:
-            return forward(*args, **kwargs)
-        if role == "gate":
-            with Gates(region):
-                return forward(*args, **kwargs)
-        y = None
-        if role == "spelled norm":
-            norm = spelled_norm(module, args[0]) if len(args) == 1 and not kwargs else None
-            y = None if norm is None else norm(args[0])
-        elif may_save_output(region, args, kwargs):
-            y = self._activated(region, module, args[0])
-        return forward(*args, **kwargs) if y is None else y
-
-    def _activated(self, region: Region, module: nn.Module, x: Tensor) -> Tensor | None:
-        if self._role == "perhaps activation":
-            self._role = "activation" if is_activation(module, x) else ""
-        found = activated(module, x) if self._role == "activation" else None
-        if found is None:
-            return None
-        y, activation = found
-        gates = current_gates()
-        if gates is not None and not module._forward_hooks:  # which may hold y
-            gates.remember(x, y, activation, region)
-        return y
+    def _by_role(self, region: Region, module: nn.Module, run: functools.partial[Any]) -> Any:
+        if self.role is None:
+            return run()
+        is_alone = len(run.args) == 1 and not run.keywords and type(run.args[0]) in PLAIN_TYPES
+        return self.role(self, region, module, run.args[0] if is_alone else None, run)
 
 
-def _role_of(module: nn.Module) -> Role:
-    if is_norm(module):
-        return "norm"
-    if is_gated(module):
-        return "gate"
-    if may_be_activation(module):
-        return "perhaps activation"
-    return "spelled norm" if is_leaf(module) else ""
-
-
-def is_worth_a_patch(module: nn.Module) -> bool:
-    """Whether a module of a fused model gets one. PyTorch's own leaf layers, as ``nn.Linear``, do not: a patch would
-    change nothing, and they are called often."""
-    is_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
-    return bool(_role_of(module)) or not is_layer
+def patches_of(model: nn.Module) -> list[Patch]:
+    """The patches of a model's modules."""
+    return [patch for module in model.modules() if (patch := patch_of(module)) is not None]
 
 
 def patch_of(module: nn.Module) -> Patch | None:

@@ -1,4 +1,4 @@
-"""What ``save_once`` packs between entering and leaving, and the walk of the graph that finds recipes.
+"""Regions: the values that ``save_once`` packs, and the walk of the graph that finds recipes.
 
 The pack hook is handed what a node saves, with the node that made it. If that result can be replayed from saved tensors
 (``replays.py``), a recipe is packed in its place (``recipe.py``), and else the tensor. What a recipe reads went through
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,8 +22,10 @@ from torch.autograd.function import BackwardCFunction
 from .._torch import AccumulateGrad, Node, sequence_number
 from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.module_state import modules_in
-from .recipe import Hooks, Recipe, Saved, Value, View
-from .replays import RESULTS, TABLE, is_sharded
+from ..validation import PLAIN_TYPES
+from .norms import is_sharded
+from .recipe import Hooks, Recipe, Stored, Value, View
+from .replays import REPLAYS, RESULTS, with_options
 
 #: Smaller tensors are saved as they are: a replay would take longer than it is worth.
 LEAST_BYTES = 1 << 14
@@ -32,24 +33,230 @@ LEAST_BYTES = 1 << 14
 DEPTH = 4
 #: Where a node's metadata has what its first result is packed as, weakly.
 _RESULT = "fusedlayers.result"
-_PLAIN = (Tensor, nn.Parameter)
 
 
-def result_of(node: Any) -> Value | None:
-    """What a node's first result was packed as, or made of."""
-    ref = node.metadata.get(_RESULT)
-    value: Value | None = None if ref is None else ref()
-    return value
+class Region:
+    """The values that are packed between entering and leaving. Rules ask it for the operands of a replay.
+
+    Attributes:
+        hooks: those that were there before; they get what is saved.
+        knows_parameters: whether recipes may be made of a model's parameters.
+    """
+
+    def __init__(self, hooks: Hooks | None) -> None:
+        self.hooks, self.knows_parameters = hooks, False
+        self._is_checkpointed = hooks is not None and is_under_checkpoint()
+        self._made = sequence_number()
+        self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Stored]]] = {}
+        self._nesting = 0
+        self._began = 0
+        self._versions: dict[int, int] = {}
+
+    def begin(self, model: nn.Module | None) -> None:
+        """Let recipes be made of this model's parameters, by nodes that are made from now on."""
+        self._began, self.knows_parameters = sequence_number(), model is not None
+        self._versions = {}
+        for module in () if model is None else modules_in(model):  # a third of the time of model.parameters()
+            for p in module._parameters.values():
+                if p is not None and not p.is_inference():
+                    self._versions[id(p)] = p._version
+
+    @staticmethod
+    def can_replay(tensor: Tensor) -> bool:
+        """Whether a tensor is worth a replay, and sizes and strides say all of it."""
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        return tensor.nbytes >= LEAST_BYTES and not tensor.is_conj() and not tensor.is_neg()
+
+    def replays(self, tensor: Tensor) -> bool:
+        """Whether a tensor need not be saved, because a recipe makes it again."""
+        whole = tensor if tensor._base is None else tensor._base
+        node: Any = whole.grad_fn
+        if node is None or not self.can_replay(tensor) or whole.output_nr:
+            return False
+        known = self._known(node)
+        value = self._recipe(node, whole) if known is None else known.source
+        return isinstance(value, Recipe)
+
+    # --- hooks --------------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: Tensor) -> Value:
+        """The value that a node keeps in the place of a tensor."""
+        if tensor.grad_fn is None and (self.hooks is None or self._is_checkpointed):  # a parameter, or a node's own
+            value: Value = Stored(tensor, self.hooks, self)
+            value.readers = 1
+        else:
+            value = self._value_of(tensor)
+            value.claim()
+        return value
+
+    def _value_of(self, tensor: Tensor) -> Value:
+        base = tensor._base
+        whole = tensor if base is None or base.dtype is not tensor.dtype else base
+        node: Any = whole.grad_fn
+        if node is None or not self.can_replay(tensor) or whole.output_nr or whole.storage_offset():
+            return self._as_it_is(tensor, whole)
+        if self._is_checkpointed and node._sequence_nr() < self._made:
+            return Stored(tensor, self.hooks, self)  # an argument may be a view, and is none in the second run
+        name = node.name()
+        value = self._known(node)
+        if value is not None and value.version != whole._version:  # written to since
+            return Stored(tensor, self.hooks, self)
+        if value is None or (value.source is value and name in RESULTS):  # which its node has saved, so far
+            value = self._recipe(node, whole) or value
+        if self._is_checkpointed and value is not None and isinstance(value.source, Stored):
+            return Stored(tensor, self.hooks, self)  # both runs of a checkpoint pack as many
+        if value is None:
+            if self.hooks is not None and whole is not tensor:
+                return self._as_it_is(tensor, whole)
+            value = self._as_it_is(whole, whole)
+            self._set_result(node, value, whole._version)
+        if isinstance(value, Recipe):
+            value.stands_for(whole)
+        return value if whole is tensor else View(tensor, value)
+
+    def _as_it_is(self, tensor: Tensor, whole: Tensor) -> Stored:
+        """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
+        if (
+            self.hooks is None
+            or self._is_checkpointed
+            or type(tensor) not in PLAIN_TYPES
+            or tensor.layout is not torch.strided
+        ):
+            return Stored(tensor, self.hooks, self)
+        key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
+        ref, known = self._packed.get(key, (None, None))
+        value = None if ref is None or known is None or ref() is not whole else known()
+        if value is None or value.version != tensor._version:
+            value = Stored(tensor, self.hooks, self)
+            self._packed[key] = weakref.ref(whole), weakref.ref(value)
+        return value
+
+    # --- operands: a value that is not there is None ------------------------------------------------------------------
+
+    def saved(self, node: Any, name: str) -> Value | None:
+        """The value that a node has saved under this name."""
+        try:
+            raw = getattr(node, f"_raw_saved_{name}")
+            packed = raw.data
+        except (AttributeError, RuntimeError):  # there is none of this name, or backward has freed it
+            return None
+        if isinstance(packed, Value):
+            return self._usable(packed)
+        if not isinstance(packed, Tensor) or packed.dim() or raw.unpack_hook is not None:
+            return None
+        return Stored(packed, None, self)  # a number: hooks do not get it
+
+    def saved_tensors(self, node: Any) -> list[Value] | None:
+        """The values that a Function of this package has saved, in its order."""
+        try:
+            found = [self._usable(raw.data) for raw in node._raw_saved_tensors]
+        except RuntimeError:  # backward has freed it
+            return None
+        values = [value for value in found if value is not None]
+        return values if len(values) == len(found) else None
+
+    def behind(self, node: Any, edge: int) -> Value | None:
+        """The value that the node behind an edge has made: one that is saved somewhere, or a recipe."""
+        maker, output_nr = node.next_functions[edge]
+        if maker is None:
+            return None
+        if type(maker) is AccumulateGrad:  # in a checkpoint's second run autocast copies anew
+            return None if self._is_checkpointed else self.parameter(node, edge)
+        if output_nr or self._nesting >= DEPTH:
+            return None
+        known = self._known(maker)
+        value = self._recipe(maker, None) if known is None else self._usable(known)
+        if isinstance(value, Stored) and maker.name() not in RESULTS and not _is_no_more(node, value):
+            return None  # another branch saves it, which may be dropped before
+        return value
+
+    def parameter(self, node: Any, edge: int) -> Value | None:
+        """The parameter behind an edge."""
+        maker, _ = node.next_functions[edge]
+        if type(maker) is not AccumulateGrad:
+            return None
+        leaf: Any = maker.variable  # as it was when the region began, and so when the node read it
+        is_same = leaf._version == self._versions.get(id(leaf)) and node._sequence_nr() >= self._began
+        return Stored(leaf, None, self) if is_same else None
+
+    def read(self, node: Any, name: str, edge: int) -> Value | None:
+        """The value that a node has read: it has saved it, or else the node behind the edge has made it."""
+        value = self.saved(node, name)
+        return self.behind(node, edge) if value is None else value
+
+    def _usable(self, packed: Any) -> Value | None:
+        """A value that recipes may read: of this region, and not written to since."""
+        if not isinstance(packed, Value) or packed.region is not self or packed.is_edited:
+            return None
+        source = packed.source
+        if type(source) is not Stored or type(source.packed) is not nn.Parameter or not is_sharded():
+            return source
+        parameter = source.packed  # it may be freed before a replay reads it, or has been
+        is_there = parameter.untyped_storage().nbytes() > 0
+        return Stored(parameter.detach().clone(), None, self) if is_there and parameter.dim() < 2 else None
+
+    # --- the results of nodes -----------------------------------------------------------------------------------------
+
+    def _known(self, node: Any) -> Value | None:
+        """The value that the node's first result was packed as, or made of, before."""
+        ref = node.metadata.get(_RESULT)
+        value: Value | None = None if ref is None else ref()
+        return value if value is not None and value.region is self else None
+
+    def _set_result(self, node: Any, value: Value, version: int) -> None:
+        """Give this value to all that read the node's first result from now on."""
+        value.version = version
+        if node.name() == "CloneBackward0":
+            value.cloned = node._sequence_nr()
+        node.metadata[_RESULT] = weakref.ref(value)
+
+    def _recipe(self, node: Any, result: Tensor | None) -> Value | None:
+        """The replay of a node's first result, which may be there; or the result that it saves itself."""
+        name = node.name()
+        if name in RESULTS:
+            return self._of_saved_result(node, result)
+        rule: Any = REPLAYS.get(name)
+        if rule is None:
+            kind: Any = vars(type(node)).get("_forward_cls") if isinstance(node, BackwardCFunction) else None
+            rule = getattr(kind, "replay", None) if kind is not None and issubclass(kind, Node) else None
+        if rule is None:
+            return None
+        self._nesting += 1
+        try:
+            replay = rule(self, node, result)
+        finally:
+            self._nesting -= 1
+        if replay is None:
+            return None
+        function, operands = replay
+        if not operands or max([value.depth for value in operands]) >= DEPTH:
+            return None
+        version = _writes_to_result(node, operands[0])
+        if result is not None and result._version != version:
+            return None
+        recipe = Recipe(node, function, operands, self)
+        self._set_result(node, recipe, version)
+        return recipe
+
+    def _of_saved_result(self, node: Any, result: Tensor | None) -> Value | None:
+        """A node's own saved result. It becomes a recipe where what stands behind the node can be had."""
+        own = self.saved(node, "result")
+        if own is None or (result is not None and result._version != own.version):
+            return None
+        self._nesting += 1
+        z = self.behind(node, 0) if isinstance(own, Stored) else None
+        self._nesting -= 1
+        if not isinstance(own, Stored) or z is None or z.depth >= DEPTH:
+            return own
+        function, *options = RESULTS[node.name()]
+        recipe = Recipe(node, with_options(function, node, options), (z,), self)
+        self._set_result(node, recipe, own.version)
+        own.become(recipe)
+        return recipe
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is worth a replay, and sizes and strides say all of it."""
-    if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.is_nested:
-        return False
-    return tensor.nbytes >= LEAST_BYTES and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _is_no_more(node: Any, operand: Saved) -> bool:
+def _is_no_more(node: Any, operand: Stored) -> bool:
     """Whether the one operand has at most as many bytes as the node's result."""
     given = node._input_metadata[0]
     nbytes = operand.packed.nbytes if operand.unpack is None else operand.nbytes
@@ -64,207 +271,3 @@ def _writes_to_result(node: Any, operand: Value) -> int:
         return int(node.version)
     behind = node.next_functions[0][0]
     return int(operand.cloned >= 0 and (behind is None or operand.cloned != behind._sequence_nr()))
-
-
-class Region:
-    """What is packed between entering and leaving, and the walk of the graph that finds recipes (``replays.Graph``)."""
-
-    def __init__(self, hooks: Hooks | None) -> None:
-        self.hooks = hooks
-        self._is_checkpointed = hooks is not None and is_under_checkpoint()
-        self._made = sequence_number()
-        self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Saved]]] = {}
-        self._nesting = 0
-        self._began = 0
-        self._versions: dict[int, int] = {}
-
-    def begin(self, model: nn.Module | None) -> None:
-        """What is made from now on, and of which parameters it may be made."""
-        self._began = sequence_number()
-        self._versions = {}
-        if model is None:
-            return
-        for module in modules_in(model):  # a third of the time of model.parameters()
-            for p in module._parameters.values():
-                if p is not None and not p.is_inference():
-                    self._versions[id(p)] = p._version
-
-    def replays(self, tensor: Tensor) -> bool:
-        """Whether a tensor need not be saved, because a recipe makes it again."""
-        whole = tensor if tensor._base is None else tensor._base
-        node: Any = whole.grad_fn
-        if node is None or not _is_plain(tensor) or whole.output_nr:
-            return False
-        known = self._known(node)
-        value = self._recipe(node, whole) if known is None else known.source
-        return isinstance(value, Recipe)
-
-    # --- hooks --------------------------------------------------------------------------------------------------------
-
-    def pack(self, tensor: Tensor) -> Value:
-        """What a node keeps of this tensor."""
-        if tensor.grad_fn is None and (self.hooks is None or self._is_checkpointed):  # a parameter, or a node's own
-            value: Value = Saved(tensor, self.hooks, self)
-            value.readers = 1
-        else:
-            value = self._value_of(tensor)
-            value.claim()
-        return value
-
-    def _value_of(self, tensor: Tensor) -> Value:
-        base = tensor._base
-        whole = tensor if base is None or base.dtype is not tensor.dtype else base
-        node: Any = whole.grad_fn  # torch takes its metadata for a method
-        if node is None or not _is_plain(tensor) or whole.output_nr or whole.storage_offset():
-            return self._as_it_is(tensor, whole)
-        if self._is_checkpointed and node._sequence_nr() < self._made:
-            return Saved(tensor, self.hooks, self)  # an argument may be a view, and is none in the second run
-        name = node.name()
-        value = self._known(node)
-        if value is not None and value.version != whole._version:  # written to since
-            return Saved(tensor, self.hooks, self)
-        if value is None or (value.source is value and name in RESULTS):  # which its node has saved, so far
-            value = self._recipe(node, whole) or value
-        if self._is_checkpointed and value is not None and isinstance(value.source, Saved):
-            return Saved(tensor, self.hooks, self)  # both runs of a checkpoint pack as many
-        if value is None:
-            if self.hooks is not None and whole is not tensor:
-                return self._as_it_is(tensor, whole)
-            value = self._as_it_is(whole, whole)
-            if name == "CloneBackward0":
-                value.cloned = node._sequence_nr()
-            node.metadata[_RESULT] = weakref.ref(value)
-        if isinstance(value, Recipe):
-            value.stands_for(whole)
-        return value if whole is tensor else View(tensor, value)
-
-    def _as_it_is(self, tensor: Tensor, whole: Tensor) -> Saved:
-        """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
-        if (
-            self.hooks is None
-            or self._is_checkpointed
-            or type(tensor) not in _PLAIN
-            or tensor.layout is not torch.strided
-        ):
-            return Saved(tensor, self.hooks, self)
-        key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
-        ref, known = self._packed.get(key, (None, None))
-        value = None if ref is None or known is None or ref() is not whole else known()
-        if value is None or value.version != tensor._version:
-            value = Saved(tensor, self.hooks, self)
-            self._packed[key] = weakref.ref(whole), weakref.ref(value)
-        return value
-
-    # --- the walk -----------------------------------------------------------------------------------------------------
-
-    def saved(self, node: Any, name: str) -> Value | None:
-        try:
-            raw = getattr(node, f"_raw_saved_{name}")
-            packed = raw.data
-        except (AttributeError, RuntimeError):  # there is none of this name, or backward has freed it
-            return None
-        if isinstance(packed, Value):
-            return self._usable(packed)
-        if not isinstance(packed, Tensor) or packed.dim() or raw.unpack_hook is not None:
-            return None
-        return Saved(packed, None, self)  # a number: hooks do not get it
-
-    def saved_tensors(self, node: Any) -> list[Value] | None:
-        """What a Function of this package has saved, in its order."""
-        try:
-            found = [self._usable(raw.data) for raw in node._raw_saved_tensors]
-        except RuntimeError:  # backward has freed it
-            return None
-        values = [value for value in found if value is not None]
-        return values if len(values) == len(found) else None
-
-    def behind(self, node: Any, edge: int) -> Value | None:
-        maker, output_nr = node.next_functions[edge]
-        if maker is None:
-            return None
-        if type(maker) is AccumulateGrad:  # in a checkpoint's second run autocast copies anew
-            return None if self._is_checkpointed else self.parameter(node, edge)
-        if output_nr or self._nesting >= DEPTH:
-            return None
-        known = self._known(maker)
-        value = self._recipe(maker, None) if known is None else self._usable(known)
-        if isinstance(value, Saved) and maker.name() not in RESULTS and not _is_no_more(node, value):
-            return None  # another branch saves it, which may be dropped before
-        return value
-
-    def parameter(self, node: Any, edge: int) -> Value | None:
-        maker, _ = node.next_functions[edge]
-        if type(maker) is not AccumulateGrad:
-            return None
-        leaf: Any = maker.variable  # as it was when the region began, and so when the node read it
-        is_same = leaf._version == self._versions.get(id(leaf)) and node._sequence_nr() >= self._began
-        return Saved(leaf, None, self) if is_same else None
-
-    def read(self, node: Any, name: str, edge: int) -> Value | None:
-        value = self.saved(node, name)
-        return self.behind(node, edge) if value is None else value
-
-    def _usable(self, packed: Any) -> Value | None:
-        """A value that recipes may read: of this region, and not written to since."""
-        if not isinstance(packed, Value) or packed.region is not self or packed.is_edited:
-            return None
-        source = packed.source
-        if type(source) is not Saved or type(source.packed) is not nn.Parameter or not is_sharded():
-            return source
-        parameter = source.packed  # it may be freed before a replay reads it, or has been
-        is_there = parameter.untyped_storage().nbytes() > 0
-        return Saved(parameter.detach().clone(), None, self) if is_there and parameter.dim() < 2 else None
-
-    def _known(self, node: Any) -> Value | None:
-        """What the node's result was packed as, or made of, before."""
-        value = result_of(node)
-        return value if value is not None and value.region is self else None
-
-    def _recipe(self, node: Any, result: Tensor | None) -> Value | None:
-        """What replays a node's first result, which may be there; or what it saves itself."""
-        name = node.name()
-        row, of_result = TABLE.get(name), RESULTS.get(name)
-        if row is None and of_result is None:
-            function: Any = vars(type(node)).get("_forward_cls") if isinstance(node, BackwardCFunction) else None
-            if function is None or not issubclass(function, Node):
-                return None
-            row = getattr(function, "replay", None)  # of a Function of this package
-        self._nesting += 1
-        try:
-            if of_result is not None:
-                return self._of_saved_result(node, result, of_result(node))
-            parts = None if row is None else row(self, node, result)
-        finally:
-            self._nesting -= 1
-        if parts is None or not parts[1] or max([value.depth for value in parts[1]]) >= DEPTH:
-            return None
-        version = _writes_to_result(node, parts[1][0])
-        if result is not None and result._version != version:
-            return None
-        recipe = self._registered(node, Recipe(node, parts[0], parts[1], self), version)
-        if name == "CloneBackward0":
-            recipe.cloned = node._sequence_nr()
-        return recipe
-
-    def _registered(self, node: Any, recipe: Recipe, version: int) -> Recipe:
-        """Whoever reads the node's result from now on has this recipe."""
-        recipe.version = version
-        node.metadata[_RESULT] = weakref.ref(recipe)
-        return recipe
-
-    def _of_saved_result(self, node: Any, result: Tensor | None, function: Callable[..., Tensor]) -> Value | None:
-        """A node's own saved result. It becomes a recipe where what stands behind the node can be had."""
-        try:
-            own = node._raw_saved_result.data
-        except RuntimeError:
-            return None
-        if (
-            not isinstance(own, Saved)
-            or self._usable(own) is None
-            or (result is not None and result._version != own.version)
-        ):
-            return None
-        z = self.behind(node, 0) if own.source is own else None
-        if z is not None and z.depth < DEPTH:
-            own.become(self._registered(node, Recipe(node, function, (z,), self), own.version))
-        return own.source

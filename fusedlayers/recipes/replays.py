@@ -1,7 +1,7 @@
 """How the results of PyTorch's nodes are replayed: one table, by the node's name.
 
-A row names the function and its operands: what the node has saved, or what the nodes behind it have made (``Graph``).
-It returns None where a number that the result depends on is in no node: the addend of ``x + 1``, say.
+A rule names the function and its operands: the values that the node has saved, or those that the nodes behind it have
+made (``Region``). It returns None where a number that the result depends on is in no node: the addend of ``x + 1``.
 
 Limits: results are those of the same operators on the same operands, so they are the same bits wherever an operator
 gives the same bits twice.
@@ -11,327 +11,159 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from .._torch import PRELU
-from .recipe import Saved, Value
+from .norms import NORM_REPLAYS
+from .recipe import Value
 
-#: What a module notes in the metadata of its norm's node: eps and bias, which the node need not have.
-NORM_FACTS = "fusedlayers.norm"
+if TYPE_CHECKING:
+    from .region import Region
 
+aten = torch.ops.aten
 
-_UNKNOWN = object()
-
-
-class NormFacts(NamedTuple):
-    """Of a norm, what its node need not tell. The bias is a copy, for most nodes do not save it, and it may be trained
-    before backward; so is a weight that may be freed."""
-
-    eps: float | None
-    weight: Tensor | None
-    bias: Tensor | None
-    #: Of the weight.
-    version: int
-
-
-class Graph(Protocol):
-    """What rows ask. A value that is not there is None."""
-
-    def saved(self, node: Any, name: str) -> Value | None:
-        """What a node has saved under this name."""
-
-    def behind(self, node: Any, edge: int) -> Value | None:
-        """What the node behind an edge has made: a value that is saved somewhere, or a recipe."""
-
-    def parameter(self, node: Any, edge: int) -> Value | None:
-        """The parameter behind an edge."""
-
-    def read(self, node: Any, name: str, edge: int) -> Value | None:
-        """What a node reads: it has saved it, or else the node behind the edge has made it."""
-
-
-Parts = tuple[Callable[..., Tensor], Sequence[Value]]
+Replay = tuple[Callable[..., Tensor], Sequence[Value]]
 """The function and its operands."""
-Row = Callable[[Graph, Any, Tensor | None], Parts | None]
-"""From the graph, the node, and its result, if that is there, to what replays the result."""
+Rule = Callable[["Region", Any, Tensor | None], Replay | None]
+"""From the region, the node, and its result, if that is there, to the replay of the result."""
 
 
-def _unary(function: Callable[[Any], Callable[..., Tensor]]) -> Row:
-    """``function(node)`` of the saved input."""
-
-    def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
-        z = graph.read(node, "self", 0)
-        return None if z is None else (function(node), (z,))
-
-    return row
+def _signed(value: Any) -> Any:
+    """Numbers as they were given: nodes tell negative ones as unsigned."""
+    if isinstance(value, tuple | list):
+        return [_signed(number) for number in value]
+    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
 
 
-def _behind(function: Callable[[Any], Callable[..., Tensor]]) -> Row:
-    """``function(node)`` of all that stands behind the node, which saves nothing."""
+def with_options(function: Callable[..., Tensor], node: Any, names: Sequence[str]) -> Callable[..., Tensor]:
+    """The function with those of its arguments that the node has saved under their names."""
+    options = {name: _signed(getattr(node, f"_saved_{name}")) for name in names}
+    return partial(function, **options) if options else function
 
-    def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
-        values = [graph.behind(node, edge) for edge in range(len(node.next_functions))]
+
+def _of(function: Callable[..., Tensor], *names: str) -> Rule:
+    """A function of the saved input."""
+
+    def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+        z = region.read(node, "self", 0)
+        return None if z is None else (with_options(function, node, names), (z,))
+
+    return rule
+
+
+def _behind(function: Callable[..., Tensor], *names: str) -> Rule:
+    """A function of all that stands behind the node, which saves nothing."""
+
+    def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+        values = [region.behind(node, edge) for edge in range(len(node.next_functions))]
         found = [value for value in values if value is not None]
-        return (function(node), found) if values and len(found) == len(values) else None
+        return (with_options(function, node, names), found) if values and len(found) == len(values) else None
 
-    return row
+    return rule
 
 
-def _product(function: Callable[..., Tensor]) -> Row:
-    def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
-        a = graph.read(node, "self", 0)
-        b = None if a is None else graph.read(node, "other", 1)
+def _of_two(function: Callable[..., Tensor], second: str) -> Rule:
+    """A function of the saved input and of a second tensor."""
+
+    def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+        a = region.read(node, "self", 0)
+        b = None if a is None else region.read(node, second, 1)
         return None if a is None or b is None else (function, (a, b))
 
-    return row
+    return rule
 
 
-def _prelu(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
-    z, weight = graph.saved(node, "self"), graph.saved(node, "weight")
-    return None if z is None or weight is None else (PRELU, (z, weight))
+def _reshape(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    x, shape = region.behind(node, 0), node._input_metadata[0].shape
+    return None if x is None else (lambda x: x.reshape(shape), (x,))
 
 
-def _dropout(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
-    x, mask = graph.behind(node, 0), graph.saved(node, "result1")
+def _cast(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    x, made = region.behind(node, 0), node._input_metadata[0]
+    return None if x is None else (partial(Tensor.to, device=made.device, dtype=made.dtype), (x,))
+
+
+def _dropout(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    x, mask = region.behind(node, 0), region.saved(node, "result1")
     if x is None or mask is None or node._saved_p >= 1:
         return None
     # What it computes of a gradient is what forward computes of x: both times the mask, times the scale.
-    scale = 1.0 / (1.0 - node._saved_p)
-    return (lambda x, mask: torch.ops.aten.native_dropout_backward(x, mask, scale)), (x, mask)
+    return partial(aten.native_dropout_backward, scale=1.0 / (1.0 - node._saved_p)), (x, mask)
 
 
-def _pad(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
+def _pad(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     """The number that is padded with is read off the result: it is in a corner."""
-    pad, x = [_signed(number) for number in node._saved_pad], graph.behind(node, 0)
+    pad, x = _signed(node._saved_pad), region.behind(node, 0)
     if x is None or result is None or min(pad) < 0 or not any(pad):
         return None
+    ends = [(-1 - i, *pair) for i, pair in enumerate(zip(pad[::2], pad[1::2], strict=True))]
     corner = [0] * result.dim()
-    for i, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True)):
-        corner[-1 - i] = -1 if after and not before else 0
+    for dim, before, after in ends:
+        corner[dim] = -1 if after and not before else 0
     value = result.detach()[tuple(corner)].clone()
 
     def padded(x: Tensor) -> Tensor:
         sizes = [*x.shape]
-        for dim in range(len(pad) // 2):
-            sizes[-1 - dim] += pad[2 * dim] + pad[2 * dim + 1]
-        y = x.new_empty(sizes).fill_(value)
-        inside = y
-        for dim in range(len(pad) // 2):
-            inside = inside.narrow(-1 - dim, pad[2 * dim], x.shape[-1 - dim])
+        for dim, before, after in ends:
+            sizes[dim] += before + after
+        y = inside = x.new_empty(sizes).fill_(value)
+        for dim, before, _ in ends:
+            inside = inside.narrow(dim, before, x.shape[dim])
         inside.copy_(x)
         return y
 
     return padded, (x,)
 
 
-# --- norms ------------------------------------------------------------------------------------------------------------
-
-
-def is_sharded() -> bool:
-    """Whether parameters may be freed behind the forward pass of their part of the model, as FSDP's are."""
-    return dist.is_available() and dist.is_initialized()
-
-
-def _affine(graph: Graph, node: Any, facts: NormFacts | None) -> list[Value | None] | None:
-    """Weight and bias; None where one that is frozen may be unknown."""
-    if facts is not None:
-        if facts.weight is not None and facts.weight._version != facts.version:
-            return None
-        return [None if t is None else Saved(t, None, graph) for t in (facts.weight, facts.bias)]
-    if is_sharded():
-        return None
-    w, b = graph.saved(node, "weight"), graph.parameter(node, 2) or graph.behind(node, 2)
-    is_known = w is not None or node._raw_saved_weight.data is None  # else it has been written to since
-    return [w, b] if is_known and b is not None else None
-
-
-def _norm(make: Callable[[Any, NormFacts | None], Callable[..., Tensor] | None], statistics: Sequence[str] = ()) -> Row:
-    """A norm whose node saves its input; ``make`` returns ``f(x, w, b, *statistics)``, or
-    None where a number is missing."""
-
-    def row(graph: Graph, node: Any, result: Tensor | None) -> Parts | None:
-        facts = node.metadata.get(NORM_FACTS, _UNKNOWN)
-        if facts is None:  # copies would be as large as the result
-            return None
-        facts = None if facts is _UNKNOWN else facts
-        function = make(node, facts)
-        x = None if function is None else graph.saved(node, "input")
-        affine = None if x is None else _affine(graph, node, facts)
-        if function is None or x is None or affine is None:
-            return None
-        w, b = affine
-        if statistics and w is None and node._input_metadata[0].dtype.itemsize == 2:
-            return None  # its bits depend on the dtype of the running statistics
-        operands = [x, w, b, *[graph.saved(node, name) for name in statistics]]
-        found = [value for value in operands if value is not None]
-        if len(found) == len(operands):
-            return function, found
-        there = [value is not None for value in operands]
-
-        def norm(*given: Tensor) -> Tensor:
-            values = iter(given)
-            return function(*[next(values) if is_there else None for is_there in there])
-
-        return norm, found
-
-    return row
-
-
-def _layer_norm(node: Any, facts: NormFacts | None) -> Callable[..., Tensor] | None:
-    if facts is None or facts.eps is None:
-        return None
-    shape, eps = node._saved_normalized_shape, facts.eps
-    return lambda x, w, b: F.layer_norm(x, shape, w, b, eps)
-
-
-def _rms_norm(node: Any, facts: NormFacts | None) -> Callable[..., Tensor] | None:
-    if facts is None:
-        return None
-    shape, eps = node._saved_normalized_shape, facts.eps
-    return lambda x, w, b: F.rms_norm(x, shape, w, eps)
-
-
-def _group_norm(node: Any, facts: NormFacts | None) -> Callable[..., Tensor]:
-    groups, eps = node._saved_group, node._saved_eps
-    return lambda x, w, b: torch.group_norm(x, groups, w, b, eps, torch.backends.cudnn.enabled)
-
-
-def _batch_norm(name: str) -> Callable[[Any, NormFacts | None], Callable[..., Tensor] | None]:
-    """By the statistics that the node has saved, on CPUs; elsewhere by those of the batch, which are not counted again.
-    ``name`` is that of eps."""
-
-    def make(node: Any, facts: NormFacts | None) -> Callable[..., Tensor] | None:
-        if not getattr(node, "_saved_training", True):
-            return None
-        eps = getattr(node, name)
-
-        def norm(x: Tensor, w: Tensor | None, b: Tensor | None, *statistics: Tensor) -> Tensor:
-            if statistics and x.is_cpu and _is_dense(x) and all(t is None or t.is_contiguous() for t in (w, b)):
-                return _by_statistics(x, w, b, *statistics)
-            return torch.batch_norm(x, w, b, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
-
-        return norm
-
-    return make
-
-
-def _is_dense(t: Tensor) -> bool:
-    """As PyTorch's kernel asks; of other tensors it computes something else."""
-    layouts = torch.channels_last, torch.channels_last_3d
-    return t.is_contiguous() or any(t.is_contiguous(memory_format=layout) for layout in layouts)
-
-
-def _by_statistics(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, inverse_std: Tensor) -> Tensor:
-    """One pass, an eighth of the time of training mode's two or three.
-
-    In training as in evaluation one kernel computes ``x * scale + (b - mean * scale)``, where ``scale`` is ``w /
-    sqrt(variance + eps)``. Here it gets ``scale`` as its weight, and a root of 1."""
-    if mean.dtype.itemsize == 2:  # with 16-bit parameters the kernel rounds the product, without them it need not
-        inverse_std = inverse_std.float()
-    scale = inverse_std if w is None else inverse_std * w
-    if mean.dtype.itemsize == 2:
-        b = -(mean * scale) if b is None else b - mean * scale
-        mean = torch.zeros_like(scale)
-    return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(scale), False, 0.0, 0.0)[0]
-
-
-def _to_copy(node: Any) -> Callable[..., Tensor]:
-    given = node._input_metadata[0]
-    return lambda x: x.to(device=given.device, dtype=given.dtype)
-
-
-def _signed(dim: int) -> int:
-    return dim - (1 << 64) if dim >= 1 << 63 else dim
-
-
-def _max_pool(node: Any) -> Callable[..., Tensor]:
-    options = node._saved_kernel_size, node._saved_stride, node._saved_padding, node._saved_dilation
-    return lambda x, ceil=node._saved_ceil_mode: F.max_pool2d(x, *options, ceil_mode=ceil)
-
-
-def _elu(node: Any) -> Callable[..., Tensor]:
-    return lambda z, a=node._saved_alpha, s=node._saved_scale, i=node._saved_input_scale: torch.ops.aten.elu(z, a, s, i)
-
-
-def _cat(node: Any) -> Callable[..., Tensor]:
-    dim = _signed(node._saved_dim)
-    return lambda *parts: torch.cat(parts, dim)
-
-
-def _permute(node: Any) -> Callable[..., Tensor]:
-    dims = [_signed(dim) for dim in node._saved_dims]
-    return lambda x: x.permute(dims)
-
-
-def _transpose(node: Any) -> Callable[..., Tensor]:
-    dims = _signed(node._saved_dim0), _signed(node._saved_dim1)
-    return lambda x: x.transpose(*dims)
-
-
-def _upsample(node: Any) -> Callable[..., Tensor]:
-    given = node._saved_output_size, node._saved_scales_h, node._saved_scales_w
-    return lambda x: torch.ops.aten.upsample_nearest2d(x, *given)
-
-
 #: Nodes that save their input, or the two factors, or nothing that is large.
-TABLE: dict[str, Row] = {
-    "GeluBackward0": _unary(lambda node: partial(F.gelu, approximate=node._saved_approximate)),
-    "SiluBackward0": _unary(lambda node: F.silu),
-    "MishBackward0": _unary(lambda node: F.mish),
-    "HardswishBackward0": _unary(lambda node: F.hardswish),
-    "HardsigmoidBackward0": _unary(lambda node: F.hardsigmoid),
-    "HardtanhBackward0": _unary(
-        lambda node: partial(F.hardtanh, min_val=node._saved_min_val, max_val=node._saved_max_val)
-    ),
-    "LeakyReluBackward0": _unary(lambda node: partial(F.leaky_relu, negative_slope=node._saved_negative_slope)),
-    "EluBackward0": _unary(_elu),
-    "CeluBackward0": _unary(lambda node: partial(F.celu, alpha=node._saved_alpha)),
-    "SoftplusBackward0": _unary(
-        lambda node: partial(F.softplus, beta=node._saved_beta, threshold=node._saved_threshold)
-    ),
-    "LogSigmoidBackward0": _unary(lambda node: F.logsigmoid),
-    "SoftshrinkBackward0": _unary(lambda node: partial(F.softshrink, lambd=node._saved_lambd)),
-    "HardshrinkBackward0": _unary(lambda node: partial(F.hardshrink, lambd=node._saved_lambd)),
-    "PreluKernelBackward0": _prelu,
-    "PowBackward0": _unary(lambda node: lambda x, exponent=node._saved_exponent: x.pow(exponent)),
-    "MaxPool2DWithIndicesBackward0": _unary(_max_pool),
-    "GluBackward0": _unary(lambda node: partial(F.glu, dim=_signed(node._saved_dim))),
-    "MulBackward0": _product(torch.mul),
-    "DivBackward0": _product(torch.div),
-    "NegBackward0": _behind(lambda node: torch.neg),
-    "AddBackward0": _behind(lambda node: partial(torch.add, alpha=node._saved_alpha)),
-    "SubBackward0": _behind(lambda node: partial(torch.sub, alpha=node._saved_alpha)),
+REPLAYS: dict[str, Rule] = {
+    "GeluBackward0": _of(F.gelu, "approximate"),
+    "SiluBackward0": _of(F.silu),
+    "MishBackward0": _of(F.mish),
+    "HardswishBackward0": _of(F.hardswish),
+    "HardsigmoidBackward0": _of(F.hardsigmoid),
+    "HardtanhBackward0": _of(F.hardtanh, "min_val", "max_val"),
+    "LeakyReluBackward0": _of(F.leaky_relu, "negative_slope"),
+    "EluBackward0": _of(aten.elu, "alpha", "scale", "input_scale"),
+    "CeluBackward0": _of(F.celu, "alpha"),
+    "SoftplusBackward0": _of(F.softplus, "beta", "threshold"),
+    "LogSigmoidBackward0": _of(F.logsigmoid),
+    "SoftshrinkBackward0": _of(F.softshrink, "lambd"),
+    "HardshrinkBackward0": _of(F.hardshrink, "lambd"),
+    "PreluKernelBackward0": _of_two(PRELU, "weight"),
+    "PowBackward0": _of(torch.pow, "exponent"),
+    "MaxPool2DWithIndicesBackward0": _of(F.max_pool2d, "kernel_size", "stride", "padding", "dilation", "ceil_mode"),
+    "GluBackward0": _of(F.glu, "dim"),
+    "MulBackward0": _of_two(torch.mul, "other"),
+    "DivBackward0": _of_two(torch.div, "other"),
+    "NegBackward0": _behind(torch.neg),
+    "AddBackward0": _behind(torch.add, "alpha"),
+    "SubBackward0": _behind(torch.sub, "alpha"),
     "NativeDropoutBackward0": _dropout,
-    "ToCopyBackward0": _behind(_to_copy),
-    "CloneBackward0": _behind(lambda node: torch.clone),
-    "RepeatBackward0": _behind(lambda node: lambda x, repeats=node._saved_repeats: x.repeat(repeats)),
-    "CatBackward0": _behind(_cat),
+    "ToCopyBackward0": _cast,
+    "CloneBackward0": _behind(torch.clone),
+    "RepeatBackward0": _behind(aten.repeat, "repeats"),
+    "CatBackward0": _behind(lambda *parts, dim: torch.cat(parts, dim), "dim"),
     "ConstantPadNdBackward0": _pad,
-    "UpsampleNearest2DBackward0": _behind(_upsample),
-    "ViewBackward0": _behind(lambda node: lambda x, shape=node._input_metadata[0].shape: x.reshape(shape)),
-    "UnsafeViewBackward0": _behind(lambda node: lambda x, shape=node._input_metadata[0].shape: x.reshape(shape)),
-    "PermuteBackward0": _behind(_permute),
-    "TransposeBackward0": _behind(_transpose),
-    "NativeLayerNormBackward0": _norm(_layer_norm),
-    "FusedRmsNormBackward0": _norm(_rms_norm),
-    "NativeGroupNormBackward0": _norm(_group_norm),
-    "NativeBatchNormBackward0": _norm(_batch_norm("_saved_eps"), statistics=("result1", "result2")),
-    "CudnnBatchNormBackward0": _norm(_batch_norm("_saved_epsilon")),
-    "MiopenBatchNormBackward0": _norm(_batch_norm("_saved_epsilon")),
+    "UpsampleNearest2DBackward0": _behind(aten.upsample_nearest2d, "output_size", "scales_h", "scales_w"),
+    "ViewBackward0": _reshape,
+    "UnsafeViewBackward0": _reshape,
+    "PermuteBackward0": _behind(torch.permute, "dims"),
+    "TransposeBackward0": _behind(torch.transpose, "dim0", "dim1"),
+    **NORM_REPLAYS,
 }
 
-#: Nodes that save their result, and the function of what stands behind them.
-RESULTS: dict[str, Callable[[Any], Callable[..., Tensor]]] = {
-    "ReluBackward0": lambda node: torch.relu,
-    "TanhBackward0": lambda node: torch.tanh,
-    "SigmoidBackward0": lambda node: torch.sigmoid,
-    "ExpBackward0": lambda node: torch.exp,
-    "LeakyReluBackward1": lambda node: partial(F.leaky_relu, negative_slope=node._saved_negative_slope),
-    "EluBackward1": _elu,
-    "CeluBackward1": lambda node: partial(F.celu, alpha=node._saved_alpha),
+#: Nodes that save their result: the function of what stands behind them, and the names of its options.
+RESULTS: dict[str, tuple[Any, ...]] = {
+    "ReluBackward0": (torch.relu,),
+    "TanhBackward0": (torch.tanh,),
+    "SigmoidBackward0": (torch.sigmoid,),
+    "ExpBackward0": (torch.exp,),
+    "LeakyReluBackward1": (F.leaky_relu, "negative_slope"),
+    "EluBackward1": (aten.elu, "alpha", "scale", "input_scale"),
+    "CeluBackward1": (F.celu, "alpha"),
 }

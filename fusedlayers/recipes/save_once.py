@@ -6,12 +6,12 @@ import functools
 import operator
 import threading
 import weakref
-from contextlib import ContextDecorator, ExitStack
-from types import FunctionType
-from typing import Any, Self
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from .._torch import (
     dynamo_is_loaded,
@@ -22,8 +22,6 @@ from .._torch import (
     saved_tensors_hooks_are_enabled,
     saved_tensors_hooks_on_top,
 )
-from ..utils.example import check_module
-from .norm_facts import is_frozen, is_norm, note_facts
 from .recipe import Hooks
 from .region import Region
 
@@ -33,17 +31,17 @@ _UNPACK = operator.methodcaller("get")
 _inside = threading.local()
 
 
-class save_once(ContextDecorator):  # noqa: N801  # it is called as a function is
+@contextmanager
+def save_once() -> Iterator[None]:
     """Save every value once: what backward can replay from other saved tensors, by one operation, is not saved.
 
     Gradients are those of PyTorch, to the last bit: its own nodes compute them, from the same values. Within it, a
-    block of code or a decorated function, activations behind norms, norms before matrix products, products of gates,
-    and the 16-bit copies that autocast makes of results and weights need no memory of their own.
+    block of code or a function that is decorated with ``@save_once()``, activations, products of gates, and the 16-bit
+    copies that autocast makes of results need no memory of their own.
 
-    Args:
-        model: whose norms, ``nn.LayerNorm`` and the like, say what their nodes do not: ``eps``, and a bias that is
-            frozen; and whose weights autocast may copy. Without it (or for functional calls) layer norms and copies of
-            weights are saved as PyTorch saves them.
+    Norms and the 16-bit copies of weights need none either in a model that ``fuse(model, exact=True)`` has changed,
+    whose modules tell what nodes do not: ``eps``, biases, and whether a weight was written to. Elsewhere they are saved
+    as PyTorch saves them. The code of such a model needs no ``save_once`` around it.
 
     Errors: as in PyTorch, backward raises a ``RuntimeError`` where a tensor that it needs has been written to in place;
     what it needs are the tensors that a replay reads, which need not be those that PyTorch saves. Weights that
@@ -52,7 +50,7 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
     Nested uses in one thread, hooks that were there before (they get each tensor once), checkpoints inside and around,
     higher derivatives and several threads work. It does nothing while ``torch.compile``, ``torch.export`` or a
     transform of ``torch.func`` traces, and where saved-tensor hooks are disabled; a transform of ``torch.func`` within
-    it raises PyTorch's error. Norms have a forward hook meanwhile, which copies of the model within it keep.
+    it raises PyTorch's error.
 
     Not seen: what is written to a result past the version counter (``.data``, NumPy); with gradients switched off,
     before an operation that does not save it (a sum, relu, dropout, a cast, a copy) reads it; and what backward of a
@@ -61,44 +59,19 @@ class save_once(ContextDecorator):  # noqa: N801  # it is called as a function i
     Saved: for each value that is read in backward the tensors that determine it. Never more than PyTorch.
 
     >>> import torch, fusedlayers as fl
-    >>> layers = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 256), torch.nn.GELU())
-    >>> with fl.save_once(layers):
-    ...     loss = layers(torch.randn(128, 64)).square().sum()
+    >>> layer, last = torch.nn.Linear(64, 256), torch.nn.Linear(256, 64)
+    >>> with fl.save_once():
+    ...     loss = last(torch.nn.functional.gelu(layer(torch.randn(128, 64)))).square().sum()
     >>> loss.backward()
     """
-
-    def __init__(self, model: nn.Module | None = None) -> None:
-        if isinstance(model, FunctionType):
-            raise TypeError(f"save_once: expected a module, or nothing, got {model!r}; decorate it with @save_once()")
-        if model is not None:
-            check_module("save_once", model)
-        self._model = model
-        self._entered: dict[int, list[ExitStack]] = {}
-
-    def _recreate_cm(self) -> Self:
-        return type(self)(self._model)  # each call of a decorated function has its own
-
-    def __enter__(self) -> Self:
-        if torch.compiler.is_compiling():
-            return self
-        stack = ExitStack()
-        if can_enter() and current_region() is None:
-            region = enter_region()
-            stack.callback(leave_region)
-            region.begin(self._model)
-            for module in () if self._model is None else self._model.modules():
-                if is_norm(module) and not is_frozen(module):
-                    stack.callback(module.register_forward_hook(_after_norm, prepend=True).remove)
-        self._entered.setdefault(threading.get_ident(), []).append(stack)
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        if not torch.compiler.is_compiling():
-            self._entered[threading.get_ident()].pop().__exit__(*error)
-
-
-def _after_norm(module: nn.Module, args: Any, result: Tensor) -> None:
-    note_facts(module, result)
+    if torch.compiler.is_compiling() or not can_enter() or current_region() is not None:
+        yield
+        return
+    enter_region(None)
+    try:
+        yield
+    finally:
+        leave_region()
 
 
 def can_enter() -> bool:
@@ -115,15 +88,16 @@ def current_region() -> Region | None:
     return region if hooks and hooks[0] is pack else None
 
 
-def enter_region() -> Region:
-    """Push the hooks of a region: a new one; or the last one, where hooks that were there before still are, so that the
-    modules of a checkpointed block read one another's values."""
+def enter_region(model: nn.Module | None) -> Region:
+    """Push the hooks of a region for this model: a new one; or the last one, where hooks that were there before still
+    are, so that the modules of a checkpointed block read one another's values."""
     hooks: Hooks | None = saved_tensors_hooks_on_top(True)
     last = getattr(_inside, "last", None)
     region: Region | None = None if last is None else last()
     if region is None or region.hooks is None or hooks is None or region.hooks[0] is not hooks[0]:
         region = Region(hooks)
         _inside.last = weakref.ref(region)
+    region.begin(model)
     pack = region.pack
     if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
         _never_compile_hooks()
@@ -135,7 +109,7 @@ def enter_region() -> Region:
 @functools.cache
 def _never_compile_hooks() -> None:
     """``torch.compiler.disable`` would add 2 us to each call of theirs."""
-    for module in ("region", "recipe", "replays"):
+    for module in ("region", "recipe", "replays", "norms"):
         never_compile(f"{__package__}.{module}")
 
 

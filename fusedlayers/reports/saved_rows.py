@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .._torch import tree_leaves
 from ..activations import Activation
-from ..recipes.recipe import Saved, Value, all_of
+from ..recipes.recipe import Stored, Value, all_of
 from ..utils.autograd_graph import checkpoints_of, is_leaf, raw_saved, saved_by
 from ..utils.formatting import path_text, pattern_of
 from ..utils.storages import strided_parts, tensors_in
@@ -69,7 +69,7 @@ def _saved_once(node: Any) -> Iterator[Tensor]:
     """The tensors that ``save_once`` has packed for a node: as they are, and those that recipes read."""
     packed = [] if is_leaf(node) else [raw.data for raw in raw_saved(node)]
     for value in all_of([data for data in packed if isinstance(data, Value)]):
-        if isinstance(value, Saved):
+        if isinstance(value, Stored):
             yield from tensors_in(value.packed)
 
 

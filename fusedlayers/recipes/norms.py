@@ -1,0 +1,176 @@
+"""Norms: the facts that their modules note in the graph, and how their results are replayed.
+
+A node has saved most of what its norm has read. Not in it are eps of layer and RMS norms, and biases that are not
+trained. A module of a fused model notes these in the metadata of the node that made its result; where parameters may be
+freed behind the forward pass of their part of the model (FSDP), it notes copies of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .recipe import Stored, Value
+
+if TYPE_CHECKING:
+    from .region import Region
+    from .replays import Replay, Rule
+
+#: Where a node's metadata has the facts, by name: "eps", a number; "weight" and "bias", values, or None where the norm
+#: has none. The facts themselves are None where copies of parameters would be as large as the result.
+_FACTS = "fusedlayers.norm"
+#: The forward passes that call one function of torch's. Subclasses that run something else are left alone.
+_FORWARDS = frozenset(
+    cls.forward for cls in (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.BatchNorm2d, nn.InstanceNorm2d)
+)
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def is_sharded() -> bool:
+    """Whether parameters may be freed behind the forward pass of their part of the model, as FSDP's are."""
+    return dist.is_available() and dist.is_initialized()
+
+
+# --- modules ----------------------------------------------------------------------------------------------------------
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Whether a module runs torch's function, or calls it by ``super()``, and has no forward pass of its own."""
+    if "forward" in vars(module):
+        return False
+    forward: Any = type(module).forward
+    names = {*getattr(getattr(forward, "__code__", None), "co_names", ())}
+    is_passed_on = isinstance(module, nn.LayerNorm) and {"super", "forward"} <= names and "layer_norm" not in names
+    return forward in _FORWARDS or is_passed_on
+
+
+def note_facts(region: Region, module: nn.Module, result: Any) -> None:
+    """Note the facts in the node that made ``result``, unless a norm within this one has."""
+    if not isinstance(result, Tensor):
+        return
+    whole = result if result._base is None else result._base
+    node: Any = whole.grad_fn
+    if node is not None and node.name() == "ToCopyBackward0":
+        node = node.next_functions[0][0]
+    if node is None or not region.can_replay(whole) or _FACTS in node.metadata:
+        return
+    # Not there are parametrizations, which are attributes of a class, and replicas' parameters.
+    own = {name: module._parameters[name] for name in ("weight", "bias") if name in module._parameters}
+    if isinstance(module, _INSTANCE_NORMS):  # whose node reads repeated ones
+        own = {name: parameter for name, parameter in own.items() if parameter is None}
+    facts: dict[str, Any] = {"eps": getattr(module, "eps", None)}
+    for name, parameter in own.items():
+        if parameter is None:
+            facts[name] = None
+        elif is_sharded():
+            facts[name] = Stored(parameter.detach().clone(), None, region)
+        elif name == "bias" and not parameter.requires_grad:  # else its node is behind the norm's
+            facts[name] = Stored(parameter, None, region)
+    copied = sum(parameter.numel() for parameter in own.values() if parameter is not None) if is_sharded() else 0
+    node.metadata[_FACTS] = None if 2 * copied > whole.numel() else facts
+
+
+# --- replays ----------------------------------------------------------------------------------------------------------
+
+#: From a node and eps to the function of x and of what is called "weight", "bias" and as statistics; None where it is
+#: not known.
+Make = Callable[[Any, Any], Callable[..., Tensor] | None]
+_UNKNOWN = object()
+
+
+def _norm(make: Make, eps_name: str | None = None, statistics: Sequence[str] = ()) -> Rule:
+    """A norm whose node saves its input; and eps, where that has a name."""
+
+    def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+        facts = node.metadata.get(_FACTS, {})
+        if facts is None or (eps_name is None and "eps" not in facts):
+            return None
+        function = make(node, facts["eps"] if eps_name is None else getattr(node, eps_name))
+        x = region.saved(node, "input")
+        if function is None or x is None:
+            return None
+        given = {name: _parameter(region, node, name, facts) for name in ("weight", "bias")}
+        if statistics and given["weight"] is None and node._input_metadata[0].dtype.itemsize == 2:
+            return None  # its bits depend on the dtype of the running statistics
+        given |= {name: region.saved(node, name) for name in statistics}
+        given = {name: value for name, value in given.items() if value is not None}
+        return None if _UNKNOWN in given.values() else (partial(_replayed, function, (*given,)), (x, *given.values()))
+
+    return rule
+
+
+def _replayed(function: Callable[..., Tensor], names: Sequence[str], x: Tensor, *given: Tensor) -> Tensor:
+    # Autocast may have cast to float32 what the module holds in 16 bits.
+    wide = [t.to(torch.promote_types(t.dtype, x.dtype)) for t in given]
+    return function(x, **dict(zip(names, wide, strict=True)))
+
+
+def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> Any:
+    """The weight or bias that a norm has read; None where it has none."""
+    if name in facts:
+        value: Value | None = facts[name]
+        return _UNKNOWN if value is not None and value.is_edited else value
+    if is_sharded():
+        return _UNKNOWN
+    if hasattr(node, f"_raw_saved_{name}"):
+        is_there = getattr(node, f"_raw_saved_{name}").data is not None
+        return region.saved(node, name) or (_UNKNOWN if is_there else None)  # which was written to
+    if len(node.next_functions) < 3:  # an RMS norm, which has no bias
+        return None
+    return region.parameter(node, 2) or region.behind(node, 2) or _UNKNOWN
+
+
+def _batch_norm(node: Any, eps: float) -> Callable[..., Tensor] | None:
+    return partial(_of_batch, eps) if getattr(node, "_saved_training", True) else None
+
+
+def _of_batch(eps: float, x: Tensor, weight: Any = None, bias: Any = None, **statistics: Tensor) -> Tensor:
+    """A batch norm by the statistics that the node has saved, on CPUs; elsewhere by those of the batch, which are not
+    counted again."""
+    layouts = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
+    is_dense = any(
+        x.is_contiguous(memory_format=layout) for layout in layouts
+    )  # else the kernel computes another thing
+    if statistics and x.is_cpu and is_dense and all(t is None or t.is_contiguous() for t in (weight, bias)):
+        return _by_statistics(x, weight, bias, *statistics.values())
+    return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)
+
+
+def _by_statistics(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, inverse_std: Tensor) -> Tensor:
+    """One pass, an eighth of the time of training mode's two or three.
+
+    In training as in evaluation one kernel computes ``x * scale + (b - mean * scale)``, where ``scale`` is ``w /
+    sqrt(variance + eps)``. Here it gets ``scale`` as its weight, and a root of 1."""
+    if mean.dtype.itemsize == 2:  # with 16-bit parameters the kernel rounds the product, without them it need not
+        inverse_std = inverse_std.float()
+    scale = inverse_std if w is None else inverse_std * w
+    if mean.dtype.itemsize == 2:
+        b = -(mean * scale) if b is None else b - mean * scale
+        mean = torch.zeros_like(scale)
+    return torch.native_batch_norm(x, scale, b, mean, torch.ones_like(scale), False, 0.0, 0.0)[0]
+
+
+def _of_rows(function: Callable[..., Tensor]) -> Make:
+    return lambda node, eps: partial(function, normalized_shape=node._saved_normalized_shape, eps=eps)
+
+
+def _group_norm(node: Any, eps: float) -> Callable[..., Tensor]:
+    is_cudnn = torch.backends.cudnn.enabled
+    return partial(torch.group_norm, num_groups=node._saved_group, eps=eps, cudnn_enabled=is_cudnn)
+
+
+#: By the node's name.
+NORM_REPLAYS: dict[str, Rule] = {
+    "NativeLayerNormBackward0": _norm(_of_rows(F.layer_norm)),
+    "FusedRmsNormBackward0": _norm(_of_rows(F.rms_norm)),
+    "NativeGroupNormBackward0": _norm(_group_norm, "_saved_eps"),
+    "NativeBatchNormBackward0": _norm(_batch_norm, "_saved_eps", statistics=("result1", "result2")),
+    "CudnnBatchNormBackward0": _norm(_batch_norm, "_saved_epsilon"),
+    "MiopenBatchNormBackward0": _norm(_batch_norm, "_saved_epsilon"),
+}
