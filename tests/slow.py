@@ -13,7 +13,7 @@ import pytest
 #: Of a test with more cases so many are not slow.
 MOST = 24
 #: None of these are slow: their cases are quick, or pairs already.
-WHOLE = ("test_architecture", "test_contracts", "test_messages")
+WHOLE = ("test_architecture", "test_contracts", "test_messages", "test_private_names")
 
 #: Module -> test -> how many of its cases are not slow, where that is another number.
 SLOW: dict[str, dict[str, int]] = {

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor, nn
 
 BYTES = 256
@@ -47,9 +48,9 @@ class Attention(nn.Module):
         self.register_buffer("penalty", penalty[None], persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).transpose(1, 3).unbind(2)
+        q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=HEADS)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.penalty)
-        result: Tensor = self.out(y.transpose(1, 2).flatten(2))
+        result: Tensor = self.out(rearrange(y, "b h t d -> b t (h d)"))
         return result
 
 
