@@ -1,4 +1,4 @@
-"""`fusedlayers doctor`: what is installed here, what of this package works, and what does not.
+"""`fusedlayers doctor`: the versions that are installed here, and the parts of this package that work or are broken.
 
 Each question goes to the function that layers ask: what that raises, or warns of, is what is broken.
 """

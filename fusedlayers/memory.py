@@ -1,4 +1,4 @@
-"""How many bytes a computation saves for its backward pass, and how many it needs at its peak.
+"""The bytes that a computation saves for its backward pass, and those that it needs at its peak.
 
 ``saved_bytes`` uses saved-tensor hooks: every tensor that a node saves passes through them, and its storage counts
 until the node releases it. ``peak_bytes`` uses the allocators' events, because only these include operators' own
@@ -153,7 +153,7 @@ class _Ledger:
 
 
 class _Saved:
-    """What the graph holds in place of a saved tensor; it lives exactly as long as the node holds it."""
+    """The object that a graph holds in place of a saved tensor. It lives exactly as long as the node holds it."""
 
     __slots__ = ("__weakref__", "tensor", "version")
 

@@ -1,4 +1,4 @@
-"""What the demo trains, and on what: a small causal transformer over the bytes of Python's standard library.
+"""The demo's model and data: a small causal transformer, and the bytes of Python's standard library.
 
 The transformer is as people write it: pre-norm, scaled dot-product attention, MLP ratio 4. Position enters as a penalty
 on distance (ALiBi: Press et al. 2022, "Train Short, Test Long"). With learned positions the default run knew no more

@@ -35,7 +35,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """What one variant kept, took and learned."""
+    """The bytes, times and losses of one variant."""
 
     saved_bytes: int
     peak_bytes: int
@@ -53,7 +53,7 @@ class Outcome:
 
 
 def seconds_spent(outcomes: dict[str, Outcome]) -> float:
-    """How long all steps have taken."""
+    """The time that all steps have taken."""
     return sum(sum(outcome.times_ms) for outcome in outcomes.values()) / 1e3
 
 

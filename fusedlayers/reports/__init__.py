@@ -1,1 +1,1 @@
-"""``explain`` and ``memory_report``: what a layer saves and why, what a model saves and where."""
+"""``explain`` and ``memory_report``: the values that a layer or a model saves, why, and where."""

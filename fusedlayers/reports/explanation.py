@@ -1,4 +1,4 @@
-"""``explain``: what an activation, a layer or a model saves for backward, why, and how exact the derivative is."""
+"""``explain``: the values that an activation, a layer or a model saves, why, and the errors of the derivative."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ HEIGHT, CHARACTERS, PARTS = 6.6, 118, 64
 
 @dataclass(frozen=True)
 class Explanation(DrawnReport):
-    """What ``explain`` says of an activation or a layer. ``str()`` is a table, ``plot(path)`` a picture.
+    """The report on an activation or a layer. ``str()`` is a table, ``plot(path)`` a picture.
 
     Attributes:
         name: of the activation.
@@ -164,7 +164,7 @@ class Explanation(DrawnReport):
 
 @dataclass(frozen=True)
 class ModelExplanation(Report):
-    """What ``explain`` says of a model; ``str()`` is a table.
+    """The report on a model. ``str()`` is a table.
 
     Attributes:
         name: of the model's class.

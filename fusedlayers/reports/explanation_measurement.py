@@ -85,7 +85,7 @@ class Subject:
         return with_operands(resolve(self._in(torch.float32)[1]), shape, torch.float32).activation
 
     def _in(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
-        """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
+        """The function as PyTorch computes it, and the one to hand to a layer, with tensors of this dtype."""
         if not self._activation.needs_tracing or self._activation.row is not None:
             return self._activation.plain, self._activation
         from ..activations.verification import own_tensors  # with it come parts of torch whose import takes a second
@@ -96,8 +96,8 @@ class Subject:
 
     @in_clean_state
     def measure(self, dtype: torch.dtype) -> tuple[tuple[float, float], Accuracy, Samples | None]:
-        """Bytes saved for each element between two layers, PyTorch's and here; errors; and samples, of what returns as
-        many elements. Raises what the function raises."""
+        """Bytes saved for each element between two layers, PyTorch's and here; errors; and samples, where as many
+        elements are returned. Errors of the function are raised."""
         z = torch.randn(self._shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         (function, activation), exact_function = self._in(dtype), self._in(torch.float64)[0]
         save = "auto" if self.layer is None else self.layer.save

@@ -39,7 +39,7 @@ _INNER = ("aten::empty", "aten::resize", "autograd::")
 
 @dataclass(frozen=True)
 class MemoryReport(DrawnReport):
-    """What ``memory_report`` returns. ``str()`` is a table, ``plot(path)`` a picture.
+    """The report of ``memory_report``. ``str()`` is a table, ``plot(path)`` a picture.
 
     Attributes:
         name: of the model's class, or of the function.

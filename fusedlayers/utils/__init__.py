@@ -1,1 +1,1 @@
-"""Helpers without a subject of their own: memory layouts, formatting, a bounded cache."""
+"""Helpers that several packages share: layouts, graphs, storages, texts, caches, and reports."""

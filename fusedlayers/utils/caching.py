@@ -1,4 +1,4 @@
-"""What is computed once and kept: a cache that forgets, and a thread without the caller's modes to compute on."""
+"""Values that are computed once and kept: a cache that forgets, and a thread without the caller's modes."""
 
 from __future__ import annotations
 

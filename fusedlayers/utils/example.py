@@ -1,4 +1,4 @@
-"""A model and its example inputs, as users pass them: what is refused, and how the model is run on them."""
+"""A model and its example inputs, as users pass them: refusals, arguments, and errors of the model's own code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How reports print sizes, durations, and the paths of similar modules."""
+"""Texts of reports and errors: sizes, durations, paths of similar modules, and tables."""
 
 from __future__ import annotations
 

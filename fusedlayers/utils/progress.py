@@ -1,4 +1,4 @@
-"""How far a long run has come: a line on stderr now and then, with the time left.
+"""The progress of a long run: a line on stderr now and then, with the time left.
 
 Functions of the library show nothing unless they are asked to, by ``progress=True``; the demo always does.
 

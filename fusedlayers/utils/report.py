@@ -1,4 +1,4 @@
-"""What reports share: how notebooks and files get them, and the style of their pictures.
+"""The base of all reports: their form in notebooks and files, and the style of their pictures.
 
 matplotlib is optional. Pictures are as wide as a README's column shows them, and leave its global state as it is.
 """
