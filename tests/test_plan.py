@@ -200,7 +200,7 @@ def test_the_reason_names_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch
     assert "no backend for meta" in reason(fl.FusedDenseAct(12, 40, device="meta"), torch.empty(30, 12, device="meta"))
     assert "softmax" in reason(fl.FusedDenseAct(12, 40, nn.Softmax(-1)), x).lower()
     monkeypatch.setattr(sizes, "SMALL_BYTES", 1 << 15)
-    assert "less than 32 KiB" in reason()
+    assert "less than 32.0 KiB" in reason()
 
 
 def test_sizes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

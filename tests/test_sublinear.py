@@ -405,6 +405,23 @@ class Sigmoids(nn.Module):
         return x * torch.sigmoid(x)
 
 
+class Keeps(nn.Linear):
+    """Keeps the input of its first run, in which the container measures it."""
+
+    kept: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = x if self.kept is None else self.kept
+        return super().forward(x)
+
+
+def test_what_a_child_keeps_of_the_measurement_has_no_backward_pass() -> None:
+    model = fl.SublinearSequential(nn.Linear(8, 8), *(Keeps(8, 8) for _ in range(3)))
+    loss = model(rows()).sum()
+    with pytest.raises(RuntimeError, match="kept a tensor of the run in which the container measures its children"):
+        (loss + model[1].kept.sum()).backward()
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
 def test_torchscript_inside() -> None:
     """After its first run TorchScript compiles a function once more, and saves tensors in another order."""

@@ -85,7 +85,7 @@ class Subject:
         return with_operands(resolve(self._in(torch.float32)[1]), shape, torch.float32).activation
 
     def _in(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
-        """The function as PyTorch computes it, and what to hand to a layer; what it reads, in this dtype."""
+        """The function as PyTorch computes it, and the one to hand to a layer, with tensors of this dtype."""
         if not self._activation.needs_tracing or self._activation.definition is not None:
             return self._activation.plain, self._activation
         from ..activations.custom import own_tensors  # with it come parts of torch whose import takes a second
