@@ -177,7 +177,7 @@ disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-
 
 
 def inductor(
-    module: Any, inputs: Any, *, mode: Any, options: Any, memory_budget: float, is_compiled: bool
+    module: Any, inputs: Any, *, memory_budget: float, is_compiled: bool = True, mode: Any = None, options: Any = None
 ) -> Callable[..., Any]:
     """Inductor's code for a graph, where its partitioner has this ``activation_memory_budget``. Without compilation
     the parts run as they were traced: they save what the compiled ones would."""

@@ -101,7 +101,7 @@ def test_the_options_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def noted(*args: Any, **options: Any) -> Callable[..., Any]:
-        seen.append((options["mode"], options["options"]))
+        seen.append((options.get("mode"), options["options"]))
         return _not_compiled(*args, **options)
 
     monkeypatch.setattr(subject, "inductor", noted)

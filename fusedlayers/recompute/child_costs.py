@@ -12,7 +12,7 @@ Not counted is what operators allocate for themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -146,8 +146,9 @@ class _Costs(TorchDispatchMode):
         if packet in products():
             found = list(tensors_in(result))
             self.results += [(tensor, tensor._version) for tensor in found]
-            operations = _operations(packet, args, kwargs or {}, result)
-            self.of_products += _bytes_moved(args, result) + operations / _operations_per_byte(found)
+            kind = found[0].device.type if found else "cpu"
+            per_byte = OPERATIONS_PER_BYTE.get(kind, OPERATIONS_PER_BYTE_ELSEWHERE)
+            self.of_products += _bytes_moved(args, result) + _operations(packet, args, kwargs or {}, result) / per_byte
         elif not getattr(func, "is_view", False):
             self.of_others += _bytes_moved(args, result)
         return result
@@ -158,11 +159,6 @@ def _operations(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
 
     counted = FLASH_ATTENTION if packet is CPU_FLASH_ATTENTION else packet
     return float(flop_registry[counted](*args, **kwargs, out_val=result))
-
-
-def _operations_per_byte(tensors: Iterable[Tensor]) -> float:
-    kind = next((tensor.device.type for tensor in tensors), "cpu")
-    return OPERATIONS_PER_BYTE.get(kind, OPERATIONS_PER_BYTE_ELSEWHERE)
 
 
 def _bytes_moved(*trees: Any) -> float:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from .._torch import inductor, is_optimized
 from ..reports.step import Step
@@ -53,7 +52,7 @@ class CompiledFit(Report):
     @property
     def backend(self) -> Callable[..., Any]:
         """For ``torch.compile(model, backend=...)``: Inductor with this budget, for this model alone."""
-        return partial(budgeted, self.activation_memory_budget)
+        return partial(inductor, memory_budget=self.activation_memory_budget)
 
     def __str__(self) -> str:
         lines = [f"{self.name}, compiled: at most {size_text(self.budget_bytes)} {COUNTED[self.of]}", ""]
@@ -64,12 +63,6 @@ class CompiledFit(Report):
             name = f"{part:.3g}{' (chosen)' * (part == chosen)}"
             lines.append(f"{name:<26}{size_text(found):>9}" + (f"  {times[part]:.4g} ms" if part in times else ""))
         return "\n".join(lines)
-
-
-def budgeted(part: float, module: GraphModule, inputs: Any, *, is_compiled: bool = True, **given: Any) -> Any:
-    """A backend of ``torch.compile``, but for its first argument."""
-    options = {"mode": None, "options": None, **given}
-    return inductor(module, inputs, memory_budget=part, is_compiled=is_compiled, **options)
 
 
 def fit_compiled(
@@ -125,7 +118,7 @@ def fit_compiled(
     tried: dict[float, int] = {}
 
     def compile_with(part: float, is_compiled: bool = True) -> Callable[[], None]:
-        backend = partial(budgeted, part, is_compiled=is_compiled)
+        backend = partial(inductor, memory_budget=part, is_compiled=is_compiled)
         return partial(compiled.append, torch.compile(model, backend=backend, **options))
 
     def bytes_with(part: float, is_compiled: bool) -> int:
