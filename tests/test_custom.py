@@ -358,6 +358,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "changing buffer": (lambda: Remembers("buffer"), "changes a tensor that it holds"),
     "own backward": (lambda: Squared.apply, "it calls an autograd.Function"),
     "no_grad": (lambda: _without_gradient, "its operations do not give its gradient"),
+    "no_grad, of one that grows": (lambda: lambda z: _without_gradient(z) + z.exp(), "do not give its gradient"),
     "other dtype": (lambda: lambda z: (z * NUMBER).double(), "it returns torch.float64 for torch.float32"),
     "truth": (lambda: lambda z: z > NUMBER, "it returns torch.bool for torch.float32"),
     "two dimensions": (lambda: lambda z: z * BOTH, "a tensor that it reads has more than one dimension"),
