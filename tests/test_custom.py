@@ -1,6 +1,5 @@
 """Users' own functions as activations: which are fused, with what result; which are left to PyTorch, and why."""
 
-import copy
 import functools
 import logging
 import math
@@ -847,18 +846,6 @@ def test_all_numbers_of_16_bits(entry: Published, dtype: torch.dtype) -> None:
 
 
 # --- contexts ---------------------------------------------------------------------------------------------------------
-
-
-class Eager(nn.Module):
-    """The layer as eager PyTorch has it, with the same keys."""
-
-    def __init__(self, layer: fl.FusedDenseAct) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(layer.weight.detach().clone()), nn.Parameter(layer.bias.detach().clone())
-        self.activation = copy.deepcopy(layer.activation)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.activation(F.linear(x, self.weight, self.bias))
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {
