@@ -128,7 +128,7 @@ def _left_to_pytorch(activation: Activation, why: str) -> WithOperands:
 def _trace(
     activation: Activation, variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype, autocast: bool
 ) -> _Traced:
-    """What a function computes, found and checked.
+    """The record of a function's trace, found and checked.
 
     Raises:
         NotPointwise: it is left to PyTorch.
