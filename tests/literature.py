@@ -114,7 +114,7 @@ PUBLISHED = (
     Published("isru", lambda z: z / torch.sqrt(1 + z * z), "monotone", _ABOVE),
     Published("isrlu", _isrlu, "monotone", "a linear half and an ISRU"),
     # Wuraola and Patel, SQNL: A New Computationally Efficient Activation Function, 2018
-    Published("sqnl", _sqnl, "input", "quadratic to plateaus at 1: next to them outputs tell too little"),
+    Published("sqnl", _sqnl, "monotone", "quadratic to plateaus at 1"),
     # Klimek and Perelstein, Neural Network-Based Approach to Phase Space Integration, 2018, alpha = 1
     Published("soft_clipping", lambda z: F.softplus(z) - F.softplus(z - 1), "input", _CANCELS),
     # Kong and Takatsuka, Hexpo: A Vanishing-Proof Activation Function, 2017, all four parameters 1

@@ -15,7 +15,7 @@ from reference import all_values, derivative, encoding_error, second_derivative,
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from fusedlayers.activations import DTYPES, Activation, Definition, activations, definitions, record, resolve, table
+from fusedlayers.activations import DTYPES, Activation, Definition, activations, definitions, resolve, table
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import GELU_ERRORS
 from fusedlayers.derivative.features import Fold
@@ -266,13 +266,6 @@ def test_a_function_without_the_arguments_that_it_must_have_fails_as_in_torch() 
             fl.bias_act(torch.ones(300), None, incomplete)
 
 
-def test_old_parameter_values_are_forgotten() -> None:
-    row = next(row for row in definitions() if row.name == "leaky_relu")
-    for i in range(3000):
-        row.bind(negative_slope=1.0 + i)
-    assert record._bound.cache_info().currsize <= 1024
-
-
 def test_spellings_are_names_everywhere() -> None:
     x, w = torch.randn(40, 8), torch.randn(30, 8)
     expected = F.leaky_relu(F.linear(x, w))
@@ -331,13 +324,6 @@ def test_the_sign_of_a_zero_carries_the_branch(dtype: torch.dtype) -> None:
         encoded = branch_bit.encode(y, torch.full_like(y, marked, dtype=torch.bool), dtype)
         assert bool((encoded == 0).all()) and bool((encoded.signbit() == marked).all())
         assert bool((branch_bit.decode(encoded, dtype) == marked).all())
-
-
-@every_float
-def test_nan_stays_nan(dtype: torch.dtype) -> None:
-    y = torch.tensor([math.nan, -math.nan])
-    for left in (True, False):
-        assert bool(branch_bit.encode(y, torch.full((2,), left), dtype).to(dtype).isnan().all())
 
 
 # --- folds and fits ---------------------------------------------------------------------------------------------------
@@ -562,33 +548,14 @@ def test_the_tail_is_flat(activation: Activation, dtype: torch.dtype) -> None:
 
 
 @every_float
-@pytest.mark.parametrize("layer", ["bias_act", "dense_bias_act", "FusedDenseAct"])
-def test_zeros_of_hardswish_stay_zeros(layer: str, dtype: torch.dtype) -> None:
+def test_zeros_of_hardswish_stay_zeros(dtype: torch.dtype) -> None:
     """Others would slow the matmul behind it, as subnormal numbers would."""
-    torch.manual_seed(0)
-    x, w, b = 3 * torch.randn(256, 64), torch.randn(512, 64) / 4, torch.randn(512)
-    x, w, b = (t.to(dtype) for t in (x, w, b))
-    z = F.linear(x, w, b)
-    exact = z.detach().requires_grad_()
-    eager = F.hardswish(exact)
-    if layer == "bias_act":
-        leaf = z.detach().requires_grad_()
-        y = fl.bias_act(leaf, None, "hardswish", save="output")
-    else:
-        leaf = x.requires_grad_()
-        dense = fl.FusedDenseAct(64, 512, activation="hardswish", save="output").to(dtype)
-        dense.load_state_dict({"weight": w, "bias": b})
-        call = dense if layer == "FusedDenseAct" else lambda x: fl.dense_bias_act(x, w, b, "hardswish", save="output")
-        y = call(leaf)
+    z = (3 * torch.randn(256, 512)).to(dtype)
+    (y, slope), (eager, expected) = _with_gradient(z, resolve("hardswish")), _with_gradient(z, F.hardswish)
     assert 0.1 < float((eager == 0).float().mean()) < 0.9
     assert torch.equal(y == 0, eager == 0)
     assert not bool((y.abs() < branch_bit.LEAST[dtype])[y != 0].any())
-    (slope,) = torch.autograd.grad(y, leaf, torch.ones_like(y))
-    (expected,) = torch.autograd.grad(eager, exact, torch.ones_like(y))
-    if layer == "bias_act":
-        assert not slope[z <= -3].any()
-    else:
-        expected = expected @ w
+    assert not slope[z <= -3].any()
     assert float((slope - expected).float().norm()) <= 2 * GELU_ERRORS[dtype].rms * float(expected.float().norm())
 
 

@@ -1,6 +1,5 @@
 """Users' own functions as activations: which are fused, with what result; which are left to PyTorch, and why."""
 
-import copy
 import functools
 import logging
 import math
@@ -358,6 +357,7 @@ FALLBACKS: dict[str, tuple[Callable[[], Any], str]] = {
     "changing buffer": (lambda: Remembers("buffer"), "changes a tensor that it holds"),
     "own backward": (lambda: Squared.apply, "it calls an autograd.Function"),
     "no_grad": (lambda: _without_gradient, "its operations do not give its gradient"),
+    "no_grad, of one that grows": (lambda: lambda z: _without_gradient(z) + z.exp(), "do not give its gradient"),
     "other dtype": (lambda: lambda z: (z * NUMBER).double(), "it returns torch.float64 for torch.float32"),
     "truth": (lambda: lambda z: z > NUMBER, "it returns torch.bool for torch.float32"),
     "two dimensions": (lambda: lambda z: z * BOTH, "a tensor that it reads has more than one dimension"),
@@ -846,18 +846,6 @@ def test_all_numbers_of_16_bits(entry: Published, dtype: torch.dtype) -> None:
 
 
 # --- contexts ---------------------------------------------------------------------------------------------------------
-
-
-class Eager(nn.Module):
-    """The layer as eager PyTorch has it, with the same keys."""
-
-    def __init__(self, layer: fl.FusedDenseAct) -> None:
-        super().__init__()
-        self.weight, self.bias = nn.Parameter(layer.weight.detach().clone()), nn.Parameter(layer.bias.detach().clone())
-        self.activation = copy.deepcopy(layer.activation)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.activation(F.linear(x, self.weight, self.bias))
 
 
 LAYERS: dict[str, Callable[[], nn.Module]] = {

@@ -127,7 +127,7 @@ def _left_to_pytorch(activation: Activation, why: str) -> WithOperands:
 def _trace(
     activation: Activation, variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype, autocast: bool
 ) -> _Traced:
-    """What a function computes, found and checked.
+    """The record of a function's trace, found and checked.
 
     Raises:
         NotPointwise: it is left to PyTorch.
@@ -173,20 +173,22 @@ def _verify(
     shape = _other_shape(example, split.dims)
     kept = _kept_bytes(variables, shape, dtype, autocast)
     count = math.prod(shape)
-    moderate = torch.linspace(-8, 8, max(1, count // 2, count - len(_EDGES)), dtype=torch.float64)
-    z = torch.cat([moderate, torch.tensor(_EDGES).double()])[:count]
-    tensors = [t.detach().requires_grad_(t.is_floating_point()) for t in own_tensors(variables, torch.float64)]
-    leaves = [z.reshape(shape).requires_grad_(), *tensors]
-    theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
-    try:
-        ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
-    except NotPointwise as error:  # as operations raise on constants of another dtype than the argument's
-        raise NotPointwise(f"it computes in one dtype alone: {first_line(error)}") from error
-    for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
-        finite = a[a.isfinite()].abs()
-        largest = float(finite.max()) if finite.numel() else 0.0
-        if a.shape != b.shape or not torch.allclose(a, b, rtol=_TOLERANCE, atol=_TOLERANCE * largest, equal_nan=True):
-            raise NotPointwise(_DIFFERS["gradient" if i else "value"])
+    moderate = torch.linspace(-8, 8, max(1, count), dtype=torch.float64).reshape(shape)
+    extreme = torch.tensor(_EDGES).double().repeat(count // len(_EDGES) + 1)[:count].reshape(shape)
+    tensors = [t.detach() for t in own_tensors(variables, torch.float64)]
+    trained = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+    # No gradients of the tensors at extreme values: a sum over these says nothing.
+    for leaves in ([moderate.requires_grad_(), *trained], [extreme.requires_grad_(), *tensors]):
+        theirs = _values_and_gradients(lambda z, *t: variables.rebind(t)(z), leaves)
+        try:
+            ours = _values_and_gradients(lambda z, *t: split.body(z, *split.prologue(*t)), leaves)
+        except NotPointwise as error:  # as operations raise on constants of another dtype than the argument's
+            raise NotPointwise(f"it computes in one dtype alone: {first_line(error)}") from error
+        for i, (a, b) in enumerate(zip(theirs, ours, strict=True)):
+            finite = a[a.isfinite()].abs()
+            atol = _TOLERANCE * (float(finite.max()) if finite.numel() else 0.0)
+            if a.shape != b.shape or not torch.allclose(a, b, rtol=_TOLERANCE, atol=atol, equal_nan=True):
+                raise NotPointwise(_DIFFERS["gradient" if i else "value"])
     return kept
 
 

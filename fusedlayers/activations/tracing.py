@@ -257,7 +257,7 @@ def _read(module: GraphModule, inputs: tuple[str, ...]) -> Trace:
 
 
 def name_of(op: str) -> str:
-    """What people call an operation of ATen's."""
+    """The name that people use for an operation of ATen's."""
     name = op.removesuffix("_copy").strip("_")
     return _SAID.get(name, name)
 

@@ -3,8 +3,7 @@ variable that suits it.
 
 No variable suits everywhere. Where the function is steep, its derivative is smooth in y. Where it flattens towards a
 limit L, ``f' = d P(u)`` with ``d = |y - L|`` and ``u = sqrt(log(reach / d))`` suits exponential, Gaussian and algebraic
-tails, and vanishes with d; where it does so as a parabola, the root of d suits. Towards infinity a derivative that
-settles algebraically is a polynomial in ``r / (r + d)``.
+tails, and vanishes with d. Towards infinity a derivative that settles algebraically is a polynomial in ``r / (r + d)``.
 
 The function is cut at its kinks. Each stretch between two of these is covered greedily: the next segment
 takes the variable whose polynomial reaches farthest within the tolerance. Only samples are used, which is fast and
@@ -41,10 +40,10 @@ FAR = to_float32(3.4e38)
 class Variable:
     """The variable of a polynomial: the output itself, or a function of its distance d to ``anchor``.
 
-    "root": sqrt(d); "tail": sqrt(log(reach / d)), with the polynomial times d; "inverse": reach / (reach + d).
+    "tail": sqrt(log(reach / d)), with the polynomial times d; "inverse": reach / (reach + d).
     """
 
-    kind: Literal["output", "root", "tail", "inverse"]
+    kind: Literal["output", "tail", "inverse"]
     anchor: float = 0.0
     is_above: bool = True  # whether outputs are above the anchor
     reach: float = 1.0
@@ -59,8 +58,6 @@ class Variable:
     def __call__(self, y: Tensor, distance: Tensor) -> Tensor:
         if self.kind == "output":
             return y
-        if self.kind == "root":
-            return torch.sqrt(distance)
         if self.kind == "inverse":
             return self.reach / (distance + self.reach)
         logarithm = math.log(self.reach) - torch.log(distance)
@@ -256,7 +253,6 @@ def _variables(stretch: Stretch, here: int) -> Iterator[tuple[Variable, int]]:
             for reach in (1.0, 4.0):
                 yield Variable("inverse", float(y[middle]), not is_above, reach), furthest
         elif float(slope[place].abs()) <= 1e-2 * float(slope.abs().max()):  # the slope vanishes at the end
-            yield Variable("root", limit, is_above), furthest
             # So that log(reach / d) is not cancelled.
             yield Variable("tail", limit, is_above, 2 * abs(float(y[middle]) - limit)), furthest
 
