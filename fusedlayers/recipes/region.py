@@ -227,7 +227,9 @@ class Region:
             replay = rule(self, node, result)
         finally:
             self._nesting -= 1
-        function, operands = (None, ()) if replay is None else replay
+        if replay is None:
+            return None
+        function, operands = replay
         if not operands or max([value.depth for value in operands]) >= DEPTH:
             return None
         version = _writes_to_result(node, operands[0])
