@@ -311,10 +311,6 @@ def _evaluation(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
     return plain(model.eval(), x.requires_grad_(), enter)
 
 
-def _accumulation(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
-    return [*plain(model, x, enter), *plain(model, x, enter)]
-
-
 def _backward_inside(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
     with enter(model):
         model(x).square().mean().backward()
@@ -337,16 +333,6 @@ def _on_another_thread(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor
     thread.start()
     thread.join()
     return [y]
-
-
-def _after_an_exception(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
-    try:
-        with enter(model):
-            model(x)
-            raise KeyError
-    except KeyError:
-        pass
-    return plain(model, x, enter)
 
 
 def _nested(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
@@ -389,10 +375,8 @@ CONTEXTS: dict[str, Context] = {
     "channels last": _channels_last,
     "several readers": _several_readers,
     "evaluation": _evaluation,
-    "accumulation": _accumulation,
     "backward inside": _backward_inside,
     "another thread": _on_another_thread,
-    "after an exception": _after_an_exception,
     "nested": _nested,
 }
 

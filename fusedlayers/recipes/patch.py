@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from .._torch import torchscript_state
+from .._torch import pop_saved_tensors_hooks, torchscript_state
 from ..recompute.recompute import recomputed
 from ..validation import PLAIN_TYPES
 from .region import Region
 from .roles import role_of
-from .save_once import can_enter, current_region, enter_region, leave_region
+from .save_once import can_enter, current_region, enter_region
 
 
 class Patch:
@@ -119,7 +119,7 @@ class Patch:
         try:
             return self._by_role(region, module, run)
         finally:
-            leave_region()
+            pop_saved_tensors_hooks()
 
     def _by_role(self, region: Region, module: nn.Module, run: functools.partial[Any]) -> Any:
         if self.role is None:

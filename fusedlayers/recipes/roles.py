@@ -12,7 +12,7 @@
 
 Users' modules are leaves: they have no children. Their free variables (``activations/free_variables.py``) are found
 anew at each call: a module that reads something else by then, or whose class was given another forward pass, is looked
-at again. An activation that was not recognised at its first large call runs as it is from then on.
+at again. An activation that is left to PyTorch at a large call runs as it is from then on.
 
 Cost: a function mode around gates, 2 us for each function that they call; 25 us for a call of a user's leaf.
 """
@@ -113,7 +113,7 @@ def _activation(patch: Patch, region: Region, module: nn.Module, x: Tensor | Non
         return run()
     found = _by_output(module, x)
     if found is None:
-        patch.role = _activation if type(module) in _FOLDED else None
+        patch.role = None
         return run()
     y, activation = found
     mode = current_function_mode() if function_mode_count() else None

@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -27,7 +26,7 @@ from .region import Region
 
 #: Calls ``value.get()`` without a Python frame of its own.
 _UNPACK = operator.methodcaller("get")
-#: The regions that a thread is in, with their pack hooks, and the last one, weakly.
+#: The last region of a thread, weakly.
 _inside = threading.local()
 
 
@@ -71,7 +70,7 @@ def save_once() -> Iterator[None]:
     try:
         yield
     finally:
-        leave_region()
+        pop_saved_tensors_hooks()
 
 
 def can_enter() -> bool:
@@ -81,11 +80,9 @@ def can_enter() -> bool:
 
 def current_region() -> Region | None:
     """The region whose hooks get what is saved now."""
-    entered: list[tuple[Region, Any]] = getattr(_inside, "entered", [])
-    if not entered:
-        return None
-    (region, pack), hooks = entered[-1], saved_tensors_hooks_on_top(True)
-    return region if hooks and hooks[0] is pack else None
+    hooks = saved_tensors_hooks_on_top(True)
+    region = getattr(hooks[0], "__self__", None) if hooks else None
+    return region if isinstance(region, Region) else None
 
 
 def enter_region(model: nn.Module | None) -> Region:
@@ -98,11 +95,9 @@ def enter_region(model: nn.Module | None) -> Region:
         region = Region(hooks)
         _inside.last = weakref.ref(region)
     region.begin(model)
-    pack = region.pack
     if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
         _never_compile_hooks()
-    push_saved_tensors_hooks(pack, _UNPACK)
-    _inside.entered = [*getattr(_inside, "entered", ()), (region, pack)]
+    push_saved_tensors_hooks(region.pack, _UNPACK)
     return region
 
 
@@ -111,9 +106,3 @@ def _never_compile_hooks() -> None:
     """``torch.compiler.disable`` would add 2 us to each call of theirs."""
     for module in ("region", "recipe", "replays", "norms"):
         never_compile(f"{__package__}.{module}")
-
-
-def leave_region() -> None:
-    """Pop the hooks of the region that was entered last."""
-    pop_saved_tensors_hooks()
-    _inside.entered.pop()
