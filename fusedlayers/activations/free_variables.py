@@ -37,7 +37,6 @@ class FreeVariables(NamedTuple):
         tensors: the tensors that the function reads.
         rebind: ``rebind(tensors)`` is the function with its tensors replaced by others. It shares no state with it.
         refusal: why the key cannot be relied on, or None.
-        has_lists: whether the function reads a list, which calls of it may change.
     """
 
     code: Hashable
@@ -45,7 +44,6 @@ class FreeVariables(NamedTuple):
     tensors: tuple[Tensor, ...]
     rebind: Callable[[Sequence[Tensor]], Callable[..., Any]]
     refusal: str | None
-    has_lists: bool
 
 
 def find_variables(function: Callable[..., Any]) -> FreeVariables:
@@ -56,7 +54,7 @@ def find_variables(function: Callable[..., Any]) -> FreeVariables:
         search = _Search(names)
         key, make = search.visit(function)
         if search.names_in_code == names:
-            return FreeVariables(code, key, tuple(search.tensors), make, search.refusal, search.has_lists)
+            return FreeVariables(code, key, tuple(search.tensors), make, search.refusal)
         names = _names.put(code, search.names_in_code)
 
 
@@ -134,7 +132,6 @@ class _Search:
         self.names, self.names_in_code = names, names
         self.tensors: list[Tensor] = []
         self.refusal: str | None = None
-        self.has_lists = False
         self._indices: dict[int, int] = {}
         self._seen: dict[int, tuple[int, Make]] = {}
         self._bypassed: set[int] = set()
@@ -247,7 +244,6 @@ class _Search:
 
     def _sequence(self, values: Any) -> _Apart:
         kind = type(values)
-        self.has_lists |= kind is list
         if kind in (tuple, list) and len(values) <= _LONGEST:
             return kind.__name__, (dict(enumerate(values)),), lambda p: kind(p.values())
         self._refuse(f"it reads a {kind.__name__} of {len(values)} values; let it read a tensor")

@@ -10,11 +10,10 @@
   (``ops/replayed_nodes.py``) writes the gradients over a and b. That of ``act(a)`` is made for nothing: whether it is
   multiplied shows later.
 
-Users' modules are leaves: they have no children. Their free variables (``activations/free_variables.py``) are found
-anew at each call: a module that reads something else by then, or whose class was given another forward pass, is looked
-at again. An activation that is left to PyTorch at a large call runs as it is from then on.
+Users' modules are leaves: they have no children. All that they read is looked at anew at each call: a module that reads
+something else by then, or whose class was given another forward pass, is recognised again. An activation that is left to PyTorch at a large call runs as it is from then on.
 
-Cost: a function mode around gates, 2 us for each function that they call; 25 us for a call of a user's leaf.
+Cost: a function mode around gates, 2 us for each function that they call.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ..plan import Call, needs_gradient
 from ..sizes import is_small
 from .norms import is_norm, note_facts
 from .region import Region
-from .spelled_norms import spelled_norm
+from .spelled_norms import spelled_norm, twin
 
 if TYPE_CHECKING:
     from .patch import Patch
@@ -73,7 +72,7 @@ def _norm(patch: Patch, region: Region, module: nn.Module, x: Tensor | None, run
 
 
 def _spelled_norm(patch: Patch, region: Region, module: nn.Module, x: Tensor | None, run: Run) -> Any:
-    y = None if x is None else spelled_norm(_twin(module).forward, x)
+    y = None if x is None else spelled_norm(module, x)
     return run() if y is None else y
 
 
@@ -85,18 +84,6 @@ def _is_leaf(module: nn.Module) -> bool:
         return False
     tensors = (*module.parameters(), *module.buffers())
     return all(sum(size > 1 for size in tensor.shape) <= 1 for tensor in tensors)
-
-
-_NO_HOOKS = {name: value for name, value in vars(nn.Module()).items() if "hook" in name}
-
-
-def _twin(module: nn.Module) -> Any:
-    """The module as it would be without its patch, and without hooks: who calls the module runs these."""
-    found: Any = object.__new__(type(module))
-    found.__dict__ = {**vars(module), **_NO_HOOKS}
-    for name in ("forward", "__prepare_scriptable__"):
-        found.__dict__.pop(name, None)
-    return found
 
 
 # --- activations ------------------------------------------------------------------------------------------------------
@@ -134,7 +121,7 @@ def _by_output(module: Any, x: Tensor) -> tuple[Tensor, Activation] | None:
     kind = type(module)
     if getattr(module, "inplace", False) or (kind in _FOLDED and kind.forward.__module__ != kind.__module__):
         return None
-    call = Call(_ALONE, x, None, None, None, resolve(_twin(module)))
+    call = Call(_ALONE, x, None, None, None, resolve(twin(module)))
     if kind in _FOLDED:
         plan, call = plan_for(call)
     else:  # here, because tracing takes parts of torch whose import takes a second
