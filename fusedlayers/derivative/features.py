@@ -62,7 +62,7 @@ class Features:
     """The features of a function that is monotone or has one minimum.
 
     Attributes:
-        z, y, slope: samples, in the order of z.
+        z: the sampled inputs in their order, as far from 0 as the function is finite.
         fold: the minimum, or None.
         is_falling: whether the function falls all the way.
         kinks: the jumps of the derivative, in the order of their positions.
@@ -70,8 +70,6 @@ class Features:
     """
 
     z: Tensor
-    y: Tensor
-    slope: Tensor
     fold: Fold | None
     is_falling: bool
     kinks: tuple[Kink, ...]
@@ -112,7 +110,7 @@ def find_features(function: Function) -> Features:
     fold = None if turn is None else _fold(function, z, y, turn, steepest)
     if fold is not None and kinks:
         raise NeedsInput(f"has a minimum, and a kink at z = {kinks[0].position:.4g}")
-    return Features(z, y, slope, fold, is_falling, kinks, steepest)
+    return Features(z, fold, is_falling, kinks, steepest)
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
