@@ -232,7 +232,7 @@ def _dynamo_is_in_checkpoint() -> bool:
 
 # As ``torch.compiler.assume_constant_result`` does, which would import dynamo.
 _dynamo_is_in_checkpoint._dynamo_marked_constant = True  # type: ignore[attr-defined]
-#: Of a checkpoint within another one the compiler of torch 2.11 keeps the inputs.
+# Of a checkpoint within another one the compiler of torch 2.11 keeps the inputs.
 _KEEPS_INPUTS_WITHIN = torch.__version__ < "2.12"
 
 

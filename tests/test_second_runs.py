@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
-from fusedlayers.reports import timing
+from fusedlayers.reports import step
 
 Container = Callable[..., nn.Module]
 CONTAINERS: dict[str, Container] = {
@@ -230,7 +230,7 @@ def _blocks() -> list[nn.Module]:
 
 
 def _fitted() -> nn.Module:
-    timing.ROUNDS = 1
+    step.ROUNDS = 1
     model = nn.Sequential(*_blocks()).double()
     report = fl.fit(model, inverting.randn(256, 8), fraction=0.5)
     assert report.recomputed and report.measured.bytes <= report.budget_bytes
