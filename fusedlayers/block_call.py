@@ -262,9 +262,13 @@ def _layers(call: BlockCall) -> Tensor:
     layer = Call(MATMUL, input, w, b, None, activation, save)
     if options.dropout and not others and is_trained and activation.is_fusible and not torch.compiler.is_compiling():
         return F.linear(run_dropout(layer, options.dropout), *last)
-    return after_activation(
-        execute(*plan_for(layer)), [F.linear(input, *other) for other in others], options.dropout, last
-    )
+    plan, layer = plan_for(layer)
+    activated = execute(plan, layer)
+    if plan.path == "no_grad" and not is_trained:  # it is nobody else's
+        for other in others:
+            activated.mul_(F.linear(input, *other))
+        return F.linear(F.dropout(activated, options.dropout, inplace=True) if options.dropout else activated, *last)
+    return after_activation(activated, [F.linear(input, *other) for other in others], options.dropout, last)
 
 
 def _separate(options: BlockOptions, first: Sequence[Linear]) -> Sequence[Linear]:
@@ -275,6 +279,5 @@ def _separate(options: BlockOptions, first: Sequence[Linear]) -> Sequence[Linear
 def after_activation(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Linear | nn.Module) -> Tensor:
     """The rest of a block: the product with the other half of a gate, PyTorch's dropout, and the last layer."""
     hidden = functools.reduce(torch.mul, others, activated)
-    del activated, others  # which no caller holds
     hidden = F.dropout(hidden, dropout) if dropout else hidden
     return last(hidden) if isinstance(last, nn.Module) else F.linear(hidden, *last)

@@ -11,7 +11,8 @@
   multiplied shows later.
 
 Users' modules are leaves: they have no children. All that they read is looked at anew at each call: a module that reads
-something else by then, or whose class was given another forward pass, is recognised again. An activation that is left to PyTorch at a large call runs as it is from then on.
+something else by then, or whose class was given another forward pass, is recognised again. An activation that is left
+to PyTorch at a large call runs as it is from then on.
 
 Cost: a function mode around gates, 2 us for each function that they call.
 """
