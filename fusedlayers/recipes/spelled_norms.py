@@ -36,7 +36,7 @@ def spelled_norm(module: nn.Module, x: Tensor) -> Tensor | None:
     """The norm that a user's module computes of x, or None where its own code is to run: where it is no norm, for small
     and unusual tensors, under transforms, and for 16-bit inputs under autocast, which computes in float32 what a norm
     calls, and returns that."""
-    if followed_by() or unusual_because(x) is not None:
+    if followed_by() or unusual_because(x) is not None or not x.requires_grad:  # PyTorch saves less then
         return None
     if x.dim() == 0 or not x.is_contiguous() or x.nbytes < sizes.SPELLED_NORM_BYTES:
         return None
