@@ -17,7 +17,7 @@ from .._torch import Node
 from ..activations import Activation
 from ..kernels import Backend
 from ..kernels.interface import RmsNormOptions
-from ..utils.layout import is_dense
+from ..utils.layout import are_rows, is_dense
 from .saved_buffers import take_over
 from .second_derivatives import gradients_through, needs_composite
 
@@ -68,10 +68,8 @@ class GateAct(Node):
 
 
 def can_gate(gate: Tensor, up: Tensor) -> bool:
-    """Whether the layouts are those that kernels read: alike and without gaps, or rows."""
-    return gate.dim() > 0 and (
-        (gate.stride() == up.stride() and is_dense(gate)) or torch.empty_like(gate).is_contiguous()
-    )
+    """Whether the layouts are those that kernels read and write: alike and without gaps, or rows."""
+    return gate.dim() > 0 and ((gate.stride() == up.stride() and is_dense(gate)) or (are_rows(gate) and are_rows(up)))
 
 
 class RmsNorm(Node):

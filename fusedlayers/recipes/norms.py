@@ -46,7 +46,8 @@ def is_norm(module: nn.Module) -> bool:
         return False
     forward: Any = type(module).forward
     names = {*getattr(getattr(forward, "__code__", None), "co_names", ())}
-    is_passed_on = isinstance(module, nn.LayerNorm) and {"super", "forward"} <= names and "layer_norm" not in names
+    changes = {"layer_norm", "eps", "weight", "bias"} & names
+    is_passed_on = isinstance(module, nn.LayerNorm) and {"super", "forward"} <= names and not changes
     return forward in _FORWARDS or is_passed_on
 
 
@@ -60,8 +61,10 @@ def note_facts(region: Region, module: nn.Module, result: Any) -> None:
         node = node.next_functions[0][0]
     if node is None or not region.can_replay(whole) or _FACTS in node.metadata:
         return
-    # Not there are parametrizations, which are attributes of a class, and replicas' parameters.
-    own = {name: module._parameters[name] for name in ("weight", "bias") if name in module._parameters}
+    # Not there are parametrizations, which are attributes of a class, and replicas' parameters. FSDP's first version
+    # keeps views of its own beside them while a checkpoint recomputes.
+    held: Any = {**vars(module), **module._parameters} if is_sharded() else module._parameters
+    own = {name: held[name] for name in ("weight", "bias") if name in held}
     if isinstance(module, _INSTANCE_NORMS):  # whose node reads repeated ones
         own = {name: parameter for name, parameter in own.items() if parameter is None}
     facts: dict[str, Any] = {"eps": getattr(module, "eps", None)}
