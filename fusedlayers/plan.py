@@ -124,8 +124,9 @@ def decide(call: Call, followed_by: str | None) -> Plan:
     operation, x, w, b, residual, activation, save, *_ = call
     cast = autocast_dtype(x) if operation.is_cast else None
     dtype, backend = cast or x.dtype, kernels.choose(x, activation)
-    saved = choose_save(operation.function, activation, save, dtype)
     is_trained, is_compiling = needs_gradient(x, w, b, residual, *call.operands), torch.compiler.is_compiling()
+    is_seen = is_compiling and activation.needs_tracing and save == "output"  # which only a trace shows to be possible
+    saved = choose_save(operation.function, activation, "auto" if is_seen else save, dtype)
     because = followed_by or validation.unusual_because(x, w, b, residual) or activation.fallback_reason
     if residual is not None and residual.dtype is not dtype:
         because = because or f"the residual is {residual.dtype} where the sum is {dtype}"

@@ -97,6 +97,7 @@ REFUSALS: dict[str, tuple[Function, str]] = {
     "staircase": (_stairs, r"has at least \d+ kinks|turns \d+ times"),
     # 0.6 % of N(0, 1) have the output 5 in 16 bits, or lie next to the kink in float32.
     "far from 0": (lambda z: torch.relu(z) + 1000, "too coarsely: a float32 output determines the derivative to"),
+    "capped": (lambda z: z.clamp(max=0.77), "kink at z = 0.77, which is no multiple"),
     # What autograd returns at a kink, of which an output knows nothing.
     "clamp": (lambda z: torch.clamp(z, -0.125, 2.0) + 0.0 * torch.tanh(z), "derivative at its kink"),
     "maximum of two": (lambda z: torch.tanh(torch.maximum(z, torch.zeros_like(z))), "derivative at its kink"),
@@ -109,6 +110,10 @@ def test_refusals_have_a_reason(name: str) -> None:
     function, reason = REFUSALS[name]
     refusal = analyse(function).output_refusal(torch.float32)
     assert refusal is not None and re.search(reason, refusal), refusal
+
+
+def test_falling_outputs_may_settle_below_0() -> None:
+    assert analyse(lambda z: F.silu(z) - 0.1).kind == "folded"
 
 
 def test_16_bits_may_tell_less() -> None:

@@ -281,6 +281,12 @@ def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
         assert torch.equal(slope, expected[dtype])
 
 
+@compiles
+def test_a_users_function_compiles_as_it_runs() -> None:
+    layer, x = fl.FusedDenseAct(8, 16, lambda z: 1.2 * z * torch.sigmoid(z), save="output"), torch.randn(16, 8)
+    torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
+
+
 def test_small_layers_are_left_to_torch_and_large_ones_are_not() -> None:
     x, w = torch.randn(16, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
     assert sizes.SMALL_BYTES == 4 * 16 * 16  # as conftest.py has it

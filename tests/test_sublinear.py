@@ -103,8 +103,9 @@ def test_inputs_may_be_tuples() -> None:
     same(*found)
 
 
-def test_autocast_is_replayed() -> None:
-    plain, net = twins([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)])
+@pytest.mark.parametrize("recompute", ["all", "cheap"])
+def test_autocast_is_replayed(recompute: str) -> None:
+    plain, net = twins([nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(4)], recompute=recompute)
     x, dtypes = rows(), []
     for linear in (module for module in net.modules() if isinstance(module, nn.Linear)):
         linear.register_forward_hook(lambda module, inputs, y: dtypes.append(y.dtype))

@@ -3,8 +3,9 @@
 The function and autograd's derivative are sampled at some ten thousand float64 numbers from -3e38 to 3e38, most densely
 around 0. Kinks (jumps of the derivative) are looked for at round numbers, where formulas have them.
 
-What it does not do: a kink anywhere else is not found, nor a jump of the second derivative elsewhere than at 0. No
-polynomial then follows the derivative (``monotone.py``, ``folded.py``), and the function saves its input.
+What it does not do: a kink anywhere else is refused where a flat part ends, and not found otherwise, nor is a jump of
+the second derivative elsewhere than at 0. No polynomial then follows the derivative (``monotone.py``, ``folded.py``),
+and the function saves its input.
 """
 
 from __future__ import annotations
@@ -103,6 +104,7 @@ def find_features(function: Function) -> Features:
     if float(off[near].double().mean()) > 0.05:
         raise NeedsInput("has a backward pass that does not return its derivative")
     kinks = _find_kinks(function, steepest)
+    _refuse_other_ends_of_flat_parts(function, z, slope, steepest, kinks)
     steep = torch.cat([slope, *(torch.tensor([kink.before, kink.after], dtype=slope.dtype) for kink in kinks)]).abs()
     if float(steep.max()) > 100 * steepest:
         raise NeedsInput("has a vertical tangent")
@@ -171,6 +173,24 @@ def _find_kinks(function: Function, steepest: float) -> tuple[Kink, ...]:
     if len(found) > MAXIMUM_KINKS:
         raise NeedsInput(f"has at least {len(found)} kinks")
     return tuple(Kink(*numbers) for numbers in found.tolist())
+
+
+def _refuse_other_ends_of_flat_parts(
+    function: Function, z: Tensor, slope: Tensor, steepest: float, kinks: tuple[Kink, ...]
+) -> None:
+    """Refuse a jump of the slope to 0 that is at no round number. Many inputs may lie there, clamped before by the same
+    limit, and the output would not tell them from the flat part's."""
+    is_flat = slope.abs() <= NOISE * steepest
+    edges = (is_flat[1:] != is_flat[:-1]).nonzero().view(-1)
+    left, right, flat_left = z[edges], z[edges + 1], is_flat[edges]
+    for _ in range(80):
+        middle = (left + right) / 2
+        goes_left = (value_and_slope(function, middle)[1].abs() <= NOISE * steepest) == flat_left
+        left, right = torch.where(goes_left, middle, left), torch.where(goes_left, right, middle)
+    beside = value_and_slope(function, torch.where(flat_left, right, left))[1].abs()
+    for place in left[beside > 1e-6 * steepest].tolist():
+        if not any(abs(place - kink.position) <= 1e-8 * max(1.0, abs(place)) for kink in kinks):
+            raise NeedsInput(f"has a kink at z = {place:.4g}, which is no multiple of 1/8 or 1/10")
 
 
 # --- the minimum ------------------------------------------------------------------------------------------------------

@@ -78,6 +78,8 @@ def fitted(
 ) -> Piece | None:
     """The least-squares polynomial through the samples next to Chebyshev nodes; v rises. None if these are few, or if
     it errs by more than ``allowed`` at any sample."""
+    if len(v) == 0:
+        return None
     start, stop = float(v[0]), float(v[-1])
     if not (stop > start and math.isfinite(start + stop)):
         return None

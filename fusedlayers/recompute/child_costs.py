@@ -75,6 +75,7 @@ def measure(children: Sequence[nn.Module], inputs: tuple[Any, ...], *, is_select
                 costs = costs._replace(selective=_measured(child, inputs, is_selective=True)[0])
             found.append(costs)
             inputs = (output,)
+    torch.clear_autocast_cache()  # else the run that follows casts no weights, and its recomputation does
     return found
 
 
