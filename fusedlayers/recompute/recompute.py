@@ -66,6 +66,7 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
             derivatives).
 
     Raises:
+        TypeError: ``function`` cannot be called.
         ValueError: an unknown ``recompute``.
 
     Saved for the backward pass: the input tensors (and, for "cheap", those results).
@@ -76,6 +77,8 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
     torch.Size([4, 8])
     """
     check_recompute("sublinear", recompute)
+    if not callable(function):
+        raise TypeError(f"sublinear: function must be a callable of the tensors that follow it, got {function!r}")
     is_evaluated = isinstance(function, nn.Module) and not function.training
     if recompute == "nothing" or is_evaluated or not torch.is_grad_enabled():
         return function(*args, **kwargs)
