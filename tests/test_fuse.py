@@ -608,11 +608,15 @@ def test_reports_of_repeated_blocks_and_of_time(x: Tensor) -> None:
 def test_notes(x: Tensor) -> None:
     model = MLP(dropout=0.1)
     assert fl.fuse(model).notes == () and "with inputs this report has bytes" in str(fl.fuse(model))
-    fl.fuse(model, exact=True)  # which takes the place of the options before
+    stages: list[str] = []
+    (note,) = fl.fuse(model, exact=True).notes
+    assert note == "The model was fused before, with exact=False; now it has the options of this call."
     patch = patch_of(model)
     assert patch is not None and patch.exact
     fl.unfuse(model)
-    assert any("model.train()" in note for note in fl.fuse(model.eval(), x).notes)
+    report = fl.fuse(model.eval(), x, progress=lambda stage, part: stages.append(stage))
+    assert any("model.train()" in note for note in report.notes)
+    assert stages[0] == "measuring the model" and stages[-1] == "done"
     fl.unfuse(model.requires_grad_(False))
     report = fl.fuse(model, x)
     assert "Nothing is saved for a backward pass: all of its 6 parameters are frozen" in str(report)

@@ -368,6 +368,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fl.fuse(Model(), time=True), ValueError, "fuse: time=True runs the model; pass inputs too"),
     (lambda: fl.fuse(Model(), ROW, ROW), TypeError, r"fuse: inputs must be one tuple or dict: fuse\(model, \(x, y\)\)"),
     (lambda: fl.sublinear(3, ROW), TypeError, "sublinear: function must be a callable of the tensors"),
+    (lambda: fl.fuse(Model(), ROW, progress="bar"), TypeError, "fuse: progress must be True, False, or a"),
     (lambda: fl.fuse(Model(), ROW)(ROW), TypeError, "FuseReport cannot be called"),
     (lambda: fl.save_once(lambda x: x), TypeError, r"save_once\(\) takes 0 positional arguments"),  # @save_once
     (_fit, ValueError, "fit: give one of memory_budget_bytes and fraction, got neither"),

@@ -20,12 +20,20 @@ from ..utils.example import (
     evaluation_notes,
 )
 from ..utils.module_state import isolated_gradients, unchanged
+from ..utils.progress import OnStage, asked
 from ..utils.storages import tensors_in, trained_in
 from .fuse_report import FuseReport, count, grouped
 from .patch import Patch, patches_of
 
 
-def fuse(model: nn.Module, inputs: Any = None, *more: Any, exact: bool = False, time: bool = False) -> FuseReport:
+def fuse(
+    model: nn.Module,
+    inputs: Any = None,
+    *more: Any,
+    exact: bool = False,
+    time: bool = False,
+    progress: bool | OnStage = False,
+) -> FuseReport:
     """Save every value of a model once, in place: backward replays from other saved tensors what one operation makes.
 
     The model's code runs as it is; ``save_once`` is around its forward pass, and around those of its modules, so that
@@ -48,6 +56,8 @@ def fuse(model: nn.Module, inputs: Any = None, *more: Any, exact: bool = False, 
             random generators are put back.
         exact: whether PyTorch's own nodes compute everything, so that gradients are the same to the last bit.
         time: whether steps are timed too, with and without.
+        progress: True writes how far it has come and the time left on stderr, every 10 seconds. A function is told each
+            stage, and which part of all is done.
 
     Returns:
         a report; with inputs, of the bytes that are saved for backward and of the peak, before and after.
@@ -72,12 +82,14 @@ def fuse(model: nn.Module, inputs: Any = None, *more: Any, exact: bool = False, 
     check_flag("fuse", "time", time)
     if time and inputs is None:
         raise ValueError("fuse: time=True runs the model; pass inputs too")
-    before = patches_of(model)
+    on_stage, before = asked("fuse", progress), patches_of(model)
+    options = ", ".join(dict.fromkeys(f"exact={patch.exact}" for patch in before))
+    notes = [f"The model was fused before, with {options}; now it has the options of this call."] if before else []
     if inputs is None:
         _attach(model, exact)
-        return FuseReport(type(model).__name__, exact)
+        return FuseReport(type(model).__name__, exact, notes=tuple(notes))
     try:
-        return _measured(model, inputs, exact, time)
+        return _measured(model, inputs, exact, time, notes, on_stage)
     except BaseException as error:
         unfuse(model)
         for patch in before:
@@ -89,10 +101,13 @@ def fuse(model: nn.Module, inputs: Any = None, *more: Any, exact: bool = False, 
         raise
 
 
-def _measured(model: nn.Module, inputs: Any, exact: bool, is_timed: bool) -> FuseReport:
+def _measured(
+    model: nn.Module, inputs: Any, exact: bool, is_timed: bool, notes: list[str], on_stage: OnStage
+) -> FuseReport:
     """Fuse a model, and measure it before and after."""
     args, kwargs = arguments_from(inputs)
-    step, tracker, notes = Step(model, args, kwargs, function="fuse"), ModuleTracker(model), evaluation_notes(model)
+    step, tracker = Step(model, args, kwargs, function="fuse"), ModuleTracker(model)
+    notes = notes + evaluation_notes(model)
     with unchanged([*model.modules()], [*tensors_in((args, kwargs))]) as reset_random, torch.enable_grad(), eagerly():
         unfuse(model)
         with step.readable():
@@ -111,14 +126,19 @@ def _measured(model: nn.Module, inputs: Any, exact: bool, is_timed: bool) -> Fus
             with isolated_gradients(leaves, zeros=True):
                 return saved, peak_bytes(step.run, device=device_of((model, args, kwargs)))
 
+        on_stage("measuring the model", 0.0)
         before = bytes_and_peak()
+        on_stage("measuring the fused model", 0.3)
         _attach(model, exact)
         now = bytes_and_peak()
+        on_stage("listing what is spared", 0.6)
         reset_random()
         with tracker.tracking():
             spared = grouped(count(step.forward(), module_of=tracker.module_of).spared)
+        on_stage("timing steps", 0.7)
         switches = [lambda: unfuse(model), lambda: _attach(model, exact)]
         times = step_times(step, switches, reset_random) if is_timed else None
+    on_stage("done", 1.0)
     return FuseReport(
         type(model).__name__,
         exact,
