@@ -488,6 +488,28 @@ def test_corners(corner: Callable[[cases.Enter], list[Tensor]]) -> None:
     assert all(map(are_equal, *found))
 
 
+class OtherEps(nn.LayerNorm):
+    """It computes with an eps that it does not hold afterwards."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, self.eps = self.eps, 1.0
+        y = super().forward(x)
+        self.eps = own
+        return y
+
+
+def test_a_norm_that_changes_what_it_reads_is_left_alone() -> None:
+    found = []
+    for exact in (False, True):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(OtherEps(64), nn.Linear(64, 64)), torch.randn(64, 64)
+        if exact:
+            fl.fuse(model, exact=True)
+        model(x).square().sum().backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_frozen_norm_is_replayed(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its bias is in no node. GPUs' autocast computes norms in float32, also those of 16-bit parameters."""

@@ -11,9 +11,10 @@ import pytest
 import recipe_cases as cases
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.recipes import region
@@ -96,3 +97,28 @@ def test_the_same_bits_in_two_processes(tmp_path: Path) -> None:
     pytest.importorskip("torch.distributed")
     for found in processes.results(_compared, 2, tmp_path):
         assert len(found) == 18 and all(found.values()), found
+
+
+class Checkpointed(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: x + self.linear(self.norm(x)), x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def _first_version(rank: int, processes: int) -> list[Tensor]:
+    """FSDP's first version keeps views of parameters as attributes while a checkpoint recomputes."""
+    region.LEAST_BYTES, found = 1 << 6, []
+    for exact in (None, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Checkpointed(nn.LayerNorm(64)) for _ in range(3)))
+        if exact is not None:
+            fl.fuse(model, exact=exact)
+        whole = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+        whole(torch.randn(16, 64)).square().mean().backward()
+        grads = [p.grad for p in whole.parameters() if p.grad is not None]
+        found.append(torch.cat([grad.flatten() for grad in grads]))
+    return found
+
+
+def test_checkpoints_under_the_first_version_of_fsdp(tmp_path: Path) -> None:
+    for theirs, ours in processes.results(_first_version, 2, tmp_path):
+        assert theirs.numel() > 4000 and torch.equal(theirs, ours)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from .._torch import tree_leaves
 from ..recipes.fuse import fuse
-from ..recipes.patch import patch_of
+from ..recipes.patch import patch_of, patches_of
 from ..reports.step import Step, now
 from .budget import Measurement, Of, Training, everyone
 
@@ -62,7 +62,7 @@ class Blocks(list[Block]):
     def __init__(self, model: nn.Module, *, exact: bool = False) -> None:
         fuse(model, exact=exact)
         self.model, self.skipped = model, dict[str, list[str]]()
-        self._patches = {module: patch for module in model.modules() if (patch := patch_of(module)) is not None}
+        self._patches = {patch.module: patch for patch in patches_of(model)}
 
     def save(self, blocks: Collection[Block]) -> None:
         """Recompute all but these."""

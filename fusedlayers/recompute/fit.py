@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..recipes.fuse import unfuse
-from ..recipes.patch import patch_of
+from ..recipes.patch import patches_of
 from ..reports.step import Step, telling
 from ..utils.example import arguments_from, check_flag, check_uncompiled, eagerly
 from ..utils.formatting import budget_text, counted_lines, path_text, size_text
@@ -141,7 +141,7 @@ def fit(
     check_flag("fit", "plan_only", plan_only)
     check_uncompiled("fit", model)
     step, leaves, report = training.step, list[Tensor](), None
-    before = [patch for module in model.modules() if (patch := patch_of(module)) is not None]
+    before = patches_of(model)
     on_stage = asked("fit", progress)
     for patch in before:
         patch.remove()

@@ -16,7 +16,7 @@ from ..activations import resolve
 from ..derivative.features import Fold
 from ..nn.layer import CONV_TYPES, LINEAR_TYPES, WithActivation
 from ..plan import describe
-from ..recipes.patch import patch_of
+from ..recipes.patch import patch_of, patches_of
 from ..utils.formatting import counted_lines, path_text
 from ..utils.report import (
     EAGER,
@@ -254,7 +254,7 @@ def _is_model(module: nn.Module) -> bool:
         return False
     has_weights = any(not is_lazy(p) and p.dim() > 1 for p in module.parameters())
     has_layers = has_weights and any(True for _ in module.children())
-    return has_layers or any(patch_of(inner) is not None for inner in module.modules())
+    return has_layers or bool(patches_of(module))
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
