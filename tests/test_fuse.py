@@ -577,6 +577,9 @@ def test_the_report_says_what_is_measured_by_hand(exact: bool, x: Tensor) -> Non
     else:
         assert rows["BiasActBackward", ("AddmmBackward0",), ("0.down",)] == (HIDDEN_BYTES, "output saved")
         assert rows["GateActBackward", ("AddmmBackward0",), ("1.down",)] == (HIDDEN_BYTES, "replayed")
+    assert sum(row.nbytes for row in report.kept) >= 0.9 * report.saved_bytes[1]
+    reasons = {row.how for row in report.kept}
+    assert ("backward reads this output" in reasons) is not exact and "no single pass makes it" in reasons
     text = str(report)
     assert text.startswith("Sequential: fused") and ("by PyTorch's own operations" in text) is exact
     assert re.search(r"saved for backward, .* \d+ KiB before, \d+ KiB now \(-\d+\.\d %\)\n\npeak of a step", text)

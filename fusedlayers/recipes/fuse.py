@@ -22,7 +22,7 @@ from ..utils.example import (
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked
 from ..utils.storages import tensors_in, trained_in
-from .fuse_report import FuseReport, count, grouped
+from .fuse_report import FuseReport, count, grouped, largest
 from .patch import Patch, patches_of
 
 
@@ -131,10 +131,10 @@ def _measured(
         on_stage("measuring the fused model", 0.3)
         _attach(model, exact)
         now = bytes_and_peak()
-        on_stage("listing what is spared", 0.6)
+        on_stage("listing what is saved", 0.6)
         reset_random()
         with tracker.tracking():
-            spared = grouped(count(step.forward(), module_of=tracker.module_of).spared)
+            found = count(step.forward(), [*model.buffers(), model, args, kwargs], tracker.module_of)
         on_stage("timing steps", 0.7)
         switches = [lambda: unfuse(model), lambda: _attach(model, exact)]
         times = step_times(step, switches, reset_random) if is_timed else None
@@ -142,7 +142,8 @@ def _measured(
     return FuseReport(
         type(model).__name__,
         exact,
-        spared,
+        grouped(found.spared),
+        largest(grouped(found.kept)),
         (before[0], now[0]),
         (before[1], now[1]),
         None if times is None else (times[0], times[1]),

@@ -35,6 +35,12 @@ DEPTH = 4
 _RESULT = "fusedlayers.result"
 
 
+def result_of(node: Any) -> Value | None:
+    """The value that a node's first result was packed as, or made of."""
+    ref = node.metadata.get(_RESULT)
+    return None if ref is None else ref()
+
+
 class Region:
     """The values that are packed between entering and leaving. Rules ask it for the operands of a replay.
 
@@ -200,8 +206,7 @@ class Region:
 
     def _known(self, node: Any) -> Value | None:
         """The value that the node's first result was packed as, or made of, before."""
-        ref = node.metadata.get(_RESULT)
-        value: Value | None = None if ref is None else ref()
+        value = result_of(node)
         return value if value is not None and value.region is self else None
 
     def _set_result(self, node: Any, value: Value, version: int) -> None:
