@@ -24,6 +24,7 @@ from . import _torch, sizes, validation
 from ._torch import (
     FAKE_MODE,
     PROXY_MODE,
+    SAVED,
     SELECTIVE_CHECKPOINT_MODES,
     autocast_is_active,
     compiled_checkpoint,
@@ -172,7 +173,7 @@ def with_operands(
 def followed_by() -> str | None:
     """The active tracer or transform that must see PyTorch's own operations, or None."""
     if functorch_is_active():
-        return "a transform of torch.func follows the computation"
+        return _torch.UNSEEN or "a transform of torch.func follows the computation"
     if forward_ad_level() >= 0:
         return "forward-mode differentiation follows the computation"
     if torchscript_state() is not None:
@@ -283,7 +284,7 @@ def shared_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     nothing = torch.empty(tensor.shape[1], 0, dtype=dtype, device=tensor.device, requires_grad=True)
     # Saved-tensor hooks, a checkpoint's for one, would replace the cast.
     with saved_tensors_hooks(lambda t: t, lambda t: t) if saved_tensors_hooks_on_top(True) else nullcontext():
-        cast = getattr(torch.mm(tensor, nothing).grad_fn, "_saved_self", None)
+        cast = getattr(torch.mm(tensor, nothing).grad_fn, SAVED + "self", None)
     return cast if cast is not None and cast.dtype is dtype else tensor.to(dtype)
 
 

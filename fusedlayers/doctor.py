@@ -17,10 +17,12 @@ from pathlib import Path
 
 import torch
 
-from . import __version__, kernels
+from . import __version__, _torch, kernels
 from .activations import resolve
 from .kernels import GradientRequest
 from .kernels.cpu import build
+from .recipes.fuse import fuse
+from .recipes.save_once import works_here
 
 #: What works without them too.
 OPTIONAL = ("triton", "matplotlib", "scikit-learn", "transformers", "accelerate", "lightning")
@@ -61,6 +63,8 @@ def _questions() -> Iterator[tuple[str, Callable[[], str]]]:
     yield "threads", lambda: f"{torch.get_num_threads()} for torch, {os.cpu_count()} of the machine"
     yield "C compiler", lambda: shlex.join(build.find_compiler() or ["none"])
     yield "compiled loops", _loops
+    yield "fuse", _fuse
+    yield "private names of torch", _private_names
     yield "self-test on cpu", partial(_self_test, torch.device("cpu"))
     yield "GPUs", _gpus
     yield "Triton's kernels", _kernels
@@ -85,6 +89,19 @@ def _loops() -> str:
     if library is not None:
         return f"loaded from {library._name}"
     return f"none: {build.missing_because()}; GELU, SiLU, Mish and others are PyTorch's on CPUs"
+
+
+def _fuse() -> str:
+    if not works_here():
+        raise RuntimeError("models are left to PyTorch, because this torch's saved tensors are not as expected")
+    model = torch.nn.Sequential(*(torch.nn.GroupNorm(4, 16), torch.nn.Conv2d(16, 16, 1), torch.nn.GELU()) * 2)
+    before, now = fuse(model, torch.zeros(4, 16, 32, 32), exact=True).saved_bytes or (0, 0)
+    return f"group norms, convolutions and GELUs save {now / before:.0%} of PyTorch's bytes"
+
+
+def _private_names() -> str:
+    lines = [f"{name}: {instead}" for name, instead in _torch.LACKING.items()]
+    return "; ".join(lines) or "all are there"
 
 
 def _gpus() -> str:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks
+from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks, storage_id
 from .ops.saved_buffers import unedited
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
 from .utils.storages import sizes_of, strided_parts, tensors_in
@@ -121,7 +121,7 @@ class _Ledger:
         self._limits: dict[int, int] = defaultdict(int)
         for part in (part for tensor in given for part in strided_parts(tensor)):
             extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-            self._limits[part.untyped_storage()._cdata] += extent * part.element_size() if part.numel() else 0
+            self._limits[storage_id(part.untyped_storage())] += extent * part.element_size() if part.numel() else 0
 
     def pack(self, tensor: Tensor) -> "_Saved":
         saved = _Saved(tensor)

@@ -46,6 +46,10 @@ _ONE_DIP = "one negative minimum, as GELU"
 _TRAINS = "has trainable parameters"
 
 
+def _below(z: Tensor) -> Tensor:
+    return torch.where(z > 0, 0.0, z)
+
+
 def _elish(z: Tensor) -> Tensor:
     return torch.where(z >= 0, z * torch.sigmoid(z), torch.expm1(z.clamp(max=0)) * torch.sigmoid(z))
 
@@ -101,11 +105,11 @@ PUBLISHED = (
     # --- monotone -----------------------------------------------------------------------------------------------------
     # Barron, Squareplus: A Softplus-Like Algebraic Rectifier, 2021, with b = 4
     Published("squareplus", lambda z: (z + torch.sqrt(z * z + 4)) / 2, "input", _CANCELS),
-    # The same, rationalised below 0
+    # The same, rationalised below 0. (From torch 2.14 on clamp's gradient at its limit is 0.)
     Published(
         "squareplus_stable",
         lambda z: torch.where(
-            z > 0, (z + torch.sqrt(z * z + 4)) / 2, 2 / (torch.sqrt(z.clamp(max=0) ** 2 + 4) - z.clamp(max=0))
+            z > 0, (z + torch.sqrt(z * z + 4)) / 2, 2 / (torch.sqrt(_below(z) ** 2 + 4) - _below(z))
         ),
         "monotone",
         _ABOVE,

@@ -13,7 +13,7 @@ import pytest
 #: Of a test with more cases so many are not slow.
 MOST = 24
 #: None of these are slow: their cases are quick, or pairs already.
-WHOLE = ("test_architecture", "test_contracts", "test_messages", "test_private_names")
+WHOLE = ("test_architecture", "test_contracts", "test_messages")
 
 #: Module -> test -> how many of its cases are not slow, where that is another number.
 SLOW: dict[str, dict[str, int]] = {
@@ -131,6 +131,10 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_report": {
         "test_no_text_lies_on_another_or_outside": 3,
+    },
+    "test_private_names": {
+        "test_a_fault_of_any_name_raises_nowhere_and_changes_no_gradient": 0,
+        "test_no_other_file_uses_one": 999,
     },
     "test_save_once": {
         "test_nodes_of_this_torch": 99,

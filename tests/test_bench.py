@@ -145,7 +145,7 @@ def letters(seconds: list[float] | None = None) -> grid.Benchmark:
 
     return grid.Benchmark(
         "letters", {}, lambda kind: [Letter(c) for c in "abc"], measured,
-        missed=lambda result: [f"{len(result['cases'])} cases"], case_seconds=9.0, packages=("torch", "no-such"),
+        missed=lambda result: [f"{len(result['cases'])} cases"], case_seconds=9.0, packages=("pytest", "no-such"),
         facts={"count": 3}, threads=1,
     )  # fmt: skip
 
@@ -186,7 +186,7 @@ def test_a_run_says_where_and_of_what_it_is(tmp_path: Path, capsys: pytest.Captu
     result = grid.run(benchmark, benchmark.cases("cpu"), CPU, budget_seconds=30.0, out=tmp_path)
     assert json.loads((tmp_path / "letters.json").read_text()) == result
     assert [row["id"] for row in result["cases"]] == ["a", "b", "c"] and result["not_run"] == []
-    assert result["versions"]["torch"] == torch.__version__ and "no-such" not in result["versions"]
+    assert result["versions"]["pytest"] == pytest.__version__ and "no-such" not in result["versions"]
     assert result["threads"] == torch.get_num_threads() and result["count"] == 3
     assert result["device"]["name"] and result["device"]["slug"] and result["date"]
     # Half of what is left for each case, and no more than a case may have.

@@ -2,7 +2,10 @@
 used."""
 
 import ast
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,22 +17,11 @@ PACKAGE = Path(_torch.__file__).parent
 FILES = {str(path.relative_to(PACKAGE)): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
 SOURCE = (PACKAGE / "_torch.py").read_text()
 
-#: Of torch's objects (and named tuples); ``_torch``'s docstring lists them.
+#: Of torch's objects; ``_torch``'s docstring lists them, and why they are there in each torch.
 ATTRIBUTES = {
-    *("_version", "_base", "_is_view", "_indices", "_values", "_post_accumulate_grad_hooks", "_cdata"),
-    *("_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks"),
-    *("_backward_pre_hooks", "_reversed_padding_repeated_twice", "_check_input_dim"),
-    "_compiled_call_impl",
+    *("_version", "_base", "_is_view", "_indices", "_values", "_parameters", "_buffers", "_modules"),
+    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks"),
     *("_prepare_input_fn", "_prepare_output_fn"),
-    *(
-        "_sequence_nr",
-        "_input_metadata",
-        "_raw_saved_tensors",
-        "_saved_self",
-        "_forward_cls",
-        "_schema",
-        "_overloadpacket",
-    ),
 }
 #: Of Python's own library; argparse tells of its options, which suggestions are made from, by no other names.
 ELSEWHERE = {
@@ -91,11 +83,6 @@ def _strings(tree: ast.AST) -> Iterator[str]:
 @pytest.mark.parametrize("file", [file for file in FILES if file != "_torch.py"])
 def test_no_other_file_uses_one(file: str) -> None:
     allowed = ATTRIBUTES | ELSEWHERE | OURS
-    if file in (
-        "recipes/replays.py",
-        "recipes/norms.py",
-    ):  # what nodes have saved, which test_save_once.py looks at node by node
-        allowed |= {*re.findall(r"\b_(?:raw_)?saved_\w+", (PACKAGE / file).read_text())}
     assert list(_private_names(FILES[file], allowed)) == []
 
 
@@ -113,8 +100,8 @@ def test_the_walk_finds_them(code: str) -> None:
 
 
 def test_attributes_of_torchs_objects_are_listed_and_used() -> None:
-    listed = set(re.findall(r"``(_\w+)\*?``", (ast.get_docstring(ast.parse(SOURCE)) or "")))
-    assert listed == ATTRIBUTES | {"_raw_saved_"}
+    listed = set(re.findall(r"``(_\w+)``", (ast.get_docstring(ast.parse(SOURCE)) or "")))
+    assert listed == ATTRIBUTES
     code = "\n".join(ast.unparse(tree) for file, tree in FILES.items() if file != "_torch.py")
     assert [name for name in listed if not re.search(rf"\b{name}", code)] == []
 
@@ -129,6 +116,47 @@ def test_each_name_is_used_and_has_a_line_of_its_own() -> None:
                 used.add(node.attr)
     assigned = r"^#: .+\n(?:#: .+\n)*(\w+)\b.* = "  # a comment before the assignment
     imported = r"^# (\w+): .+"  # a comment that names what is imported
-    defined = r"^(?:def|class) (\w+)\((?:.|\n)*?:\n    \"\"\".+"  # a docstring
-    documented = [name for kind in (assigned, imported, defined) for name in re.findall(kind, SOURCE, re.MULTILINE)]
-    assert sorted(name for name in documented if not _is_private(name)) == sorted(used)
+    documented = [name for kind in (assigned, imported) for name in re.findall(kind, SOURCE, re.MULTILINE)]
+    defined = [node for node in ast.parse(SOURCE).body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
+    documented += [node.name for node in defined if ast.get_docstring(node)]
+    documented = [name for name in documented if not _is_private(name)]
+    assert {*documented} == used and len(documented) == len(used)
+
+
+@pytest.mark.parametrize("kind", ["gone", "other"])
+def test_a_fault_of_any_name_raises_nowhere_and_changes_no_gradient(kind: str) -> None:
+    """Each name in turn is not there, or takes other arguments: its mechanism is left to PyTorch, and says so."""
+    tests = Path(__file__).parent
+    command = [sys.executable, "-W", "error", str(tests / "faults.py"), kind]
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    *faults, last = found.stdout.splitlines() or [""]
+    assert faults == [] and found.returncode == 0, found.stdout + found.stderr
+    assert int(last.split()[0]) > 25
+
+
+@pytest.mark.parametrize("version", ["2.10.1", "2.16.0.dev20261129+cpu", "3.0"])
+def test_versions_that_no_test_runs_on(version: str) -> None:
+    """An older one is refused at the import, and a newer one works, with one warning."""
+    code = f"""import torch, warnings
+torch.__version__ = torch.torch_version.TorchVersion({version!r})
+import fusedlayers as fl
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    for _ in range(2):
+        model = torch.nn.Sequential(torch.nn.Linear(128, 128), torch.nn.GELU(), torch.nn.Linear(128, 128))
+        fl.fuse(model)
+        model(torch.randn(128, 128)).sum().backward()
+print(*(warning.message for warning in caught), sep="\\n")
+"""
+    command = [sys.executable, "-W", "error", "-c", code]
+    found = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent)
+    if version.startswith("2.10"):
+        said = (
+            "ImportError: fusedlayers needs torch 2.11 or newer, and this is torch 2.10.1: pip install --upgrade torch"
+        )
+        assert found.stderr.splitlines()[-1] == said
+    else:
+        assert found.returncode == 0, found.stderr
+        (warning,) = found.stdout.splitlines()
+        assert warning.startswith(f"fusedlayers is tested on torch 2.11 to 2.15, and this is torch {version}:")

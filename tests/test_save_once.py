@@ -708,7 +708,7 @@ NODES: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
     "NativeLayerNormBackward0": (
         lambda x: F.layer_norm(x, (6,)), {"input", "weight", "bias", "result1", "result2"}
     ),
-    "NativeGroupNormBackward0": (lambda x: F.group_norm(x, 2, W, W), {"input", "weight", "result1", "result2"}),
+    "NativeGroupNormBackward0": (nn.GroupNorm(2, 4), {"input", "weight", "result1", "result2"}),
     "NativeBatchNormBackward0": (
         lambda x: F.batch_norm(x, None, None, W, W, training=True),
         {"input", "weight", "running_mean", "running_var", "result1", "result2"},
@@ -761,6 +761,14 @@ def test_rows_replay(name: str) -> None:
         found.append([loss.detach(), *torch.autograd.grad(loss, [*model.norm.parameters()])])
     assert all(map(are_equal, *found))
     assert name in names or name in ("ViewBackward0", "PermuteBackward0", "TransposeBackward0")  # views of the norm's
+
+
+def test_a_functional_group_norm_is_replayed_where_its_node_has_eps() -> None:
+    """The README's table of versions names this row."""
+    with fl.save_once():
+        loss = ReadBehindANorm(lambda x: F.group_norm(x, 2, W, W))(torch.randn(2, 4, 6, 6))
+    is_replayed = "NativeGroupNormBackward0" in {spared.made_by for spared in count(loss).spared}
+    assert is_replayed == (torch.__version__ < "2.14")
 
 
 def test_a_faked_graph_of_cudas_autocast() -> None:

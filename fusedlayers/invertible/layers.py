@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
-from .._torch import batch_norm_with_statistics
+from .._torch import batch_norm_with_statistics, check_input_dim
 from ..utils.formatting import described
 from ..utils.layout import along
 from .module import InvertibleModule
@@ -189,7 +189,7 @@ class _InvertibleBatchNorm(InvertibleModule):
     least_weight = 1e-3
 
     def function(self: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        self._check_input_dim(x)
+        check_input_dim(self, x)
         w = None if self.weight is None else at_least(self.weight, self.least_weight)
         mean, var, part = self.running_mean, self.running_var, self.momentum or 0.0
         if not self.training and mean is not None:

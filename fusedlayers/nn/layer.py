@@ -197,7 +197,6 @@ class FusedConvAct(FusedAct):
     dilation: tuple[int, ...]
     groups: int
     padding_mode: str
-    _reversed_padding_repeated_twice: list[int]
 
     def __init__(
         self,
@@ -229,10 +228,19 @@ class FusedConvAct(FusedAct):
     def _example_shape(self) -> tuple[int, ...]:
         return 2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))
 
+    def _sides(self) -> list[int]:
+        """The padding of both sides of each dimension, from the last one to the first."""
+        given: Any = self.padding
+        if given == "valid":
+            return [0, 0] * len(self.stride)
+        windows = zip(self.dilation, self.kernel_size, strict=True)
+        totals = [d * (k - 1) for d, k in windows] if given == "same" else [2 * p for p in given]
+        return [side for total in reversed(totals) for side in (total // 2, total - total // 2)]
+
     def forward(self, input: Tensor) -> Tensor:
         padding: _Sizes | str = self.padding
         if self.padding_mode != "zeros":
-            input = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode)
+            input = F.pad(input, self._sides(), mode=self.padding_mode)
             padding = 0  # for every dimension
         dropout = self.dropout if self.training else 0.0
         return conv_bias_act(

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from .._torch import graph_is_kept, saved_tensors_hooks_on_top, storage_use_count
+from .._torch import graph_is_kept, saved_tensors_hooks_on_top, storage_id, storage_use_count
 from ..activations import Activation
 from ..utils.caching import in_clean_state
 
@@ -144,7 +144,7 @@ def take_over(ctx: Any, saved: list[Tensor]) -> list[bool]:
 def _users(tensor: Tensor) -> int:
     # However many hold the storage's Python object, torch counts them as one.
     storage = tensor.untyped_storage()
-    return int(storage_use_count(storage._cdata)) + sys.getrefcount(storage)
+    return int(storage_use_count(storage_id(storage))) + sys.getrefcount(storage)
 
 
 @functools.cache

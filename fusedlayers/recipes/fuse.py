@@ -24,6 +24,7 @@ from ..utils.progress import OnStage, asked
 from ..utils.storages import tensors_in, trained_in
 from .fuse_report import FuseReport, count, grouped, largest
 from .patch import Patch, patches_of
+from .save_once import works_here
 
 
 def fuse(
@@ -82,6 +83,7 @@ def fuse(
     check_flag("fuse", "time", time)
     if time and inputs is None:
         raise ValueError("fuse: time=True runs the model; pass inputs too")
+    works_here()  # which warns of an untested torch
     on_stage, before = asked("fuse", progress), patches_of(model)
     options = ", ".join(dict.fromkeys(f"exact={patch.exact}" for patch in before))
     notes = [f"The model was fused before, with {options}; now it has the options of this call."] if before else []

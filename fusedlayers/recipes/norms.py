@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .._torch import RAW_SAVED, SAVED, results_of, saved_number
 from .recipe import Stored, Value
 
 if TYPE_CHECKING:
@@ -87,19 +88,22 @@ Make = Callable[[Any, Any], Callable[..., Tensor] | None]
 _UNKNOWN = object()
 
 
-def _norm(make: Make, eps_name: str | None = None, statistics: Sequence[str] = ()) -> Rule:
-    """A norm whose node saves its input; and eps, where that has a name."""
+def _norm(make: Make, statistics: Sequence[str] = ()) -> Rule:
+    """A norm whose node saves its input; and perhaps eps, as those of group norms did until torch 2.13."""
 
     def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
         facts = node.metadata.get(_FACTS, {})
-        if facts is None or (eps_name is None and "eps" not in facts):
+        if facts is None:
             return None
-        function = make(node, facts["eps"] if eps_name is None else getattr(node, eps_name))
+        names = [name for name in ("eps", "epsilon") if hasattr(node, SAVED + name)]
+        if not names and "eps" not in facts:
+            return None
+        function = make(node, saved_number(node, names[0]) if names else facts["eps"])
         x = region.saved(node, "input")
         if function is None or x is None:
             return None
         given = {name: _parameter(region, node, name, facts) for name in ("weight", "bias")}
-        if statistics and given["weight"] is None and node._input_metadata[0].dtype.itemsize == 2:
+        if statistics and given["weight"] is None and results_of(node)[0].dtype.itemsize == 2:
             return None  # its bits depend on the dtype of the running statistics
         given |= {name: region.saved(node, name) for name in statistics}
         given = {name: value for name, value in given.items() if value is not None}
@@ -121,8 +125,8 @@ def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> A
         return _UNKNOWN if value is not None and value.is_edited else value
     if is_sharded():
         return _UNKNOWN
-    if hasattr(node, f"_raw_saved_{name}"):
-        is_there = getattr(node, f"_raw_saved_{name}").data is not None
+    if hasattr(node, RAW_SAVED + name):
+        is_there = getattr(node, RAW_SAVED + name).data is not None
         return region.saved(node, name) or (_UNKNOWN if is_there else None)  # which was written to
     if len(node.next_functions) < 3:  # an RMS norm, which has no bias
         return None
@@ -130,7 +134,7 @@ def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> A
 
 
 def _batch_norm(node: Any, eps: float) -> Callable[..., Tensor] | None:
-    return partial(_of_batch, eps) if getattr(node, "_saved_training", True) else None
+    return partial(_of_batch, eps) if getattr(node, SAVED + "training", True) else None
 
 
 def _of_batch(eps: float, x: Tensor, weight: Any = None, bias: Any = None, **statistics: Tensor) -> Tensor:
@@ -160,20 +164,20 @@ def _by_statistics(x: Tensor, w: Tensor | None, b: Tensor | None, mean: Tensor, 
 
 
 def _of_rows(function: Callable[..., Tensor]) -> Make:
-    return lambda node, eps: partial(function, normalized_shape=node._saved_normalized_shape, eps=eps)
+    return lambda node, eps: partial(function, normalized_shape=saved_number(node, "normalized_shape"), eps=eps)
 
 
 def _group_norm(node: Any, eps: float) -> Callable[..., Tensor]:
     is_cudnn = torch.backends.cudnn.enabled
-    return partial(torch.group_norm, num_groups=node._saved_group, eps=eps, cudnn_enabled=is_cudnn)
+    return partial(torch.group_norm, num_groups=saved_number(node, "group"), eps=eps, cudnn_enabled=is_cudnn)
 
 
 #: By the node's name.
 NORM_REPLAYS: dict[str, Rule] = {
     "NativeLayerNormBackward0": _norm(_of_rows(F.layer_norm)),
     "FusedRmsNormBackward0": _norm(_of_rows(F.rms_norm)),
-    "NativeGroupNormBackward0": _norm(_group_norm, "_saved_eps"),
-    "NativeBatchNormBackward0": _norm(_batch_norm, "_saved_eps", statistics=("result1", "result2")),
-    "CudnnBatchNormBackward0": _norm(_batch_norm, "_saved_epsilon"),
-    "MiopenBatchNormBackward0": _norm(_batch_norm, "_saved_epsilon"),
+    "NativeGroupNormBackward0": _norm(_group_norm),
+    "NativeBatchNormBackward0": _norm(_batch_norm, statistics=("result1", "result2")),
+    "CudnnBatchNormBackward0": _norm(_batch_norm),
+    "MiopenBatchNormBackward0": _norm(_batch_norm),
 }

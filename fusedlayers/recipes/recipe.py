@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from .._torch import autocast_is_active, backward_pass, queue_callback
+from .._torch import autocast_is_active, backward_pass, queue_callback, results_of
 from ..ops.saved_buffers import unedited
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -183,7 +183,7 @@ class Recipe(Value):
 
     def __init__(self, node: Any, function: Callable[..., Tensor], operands: Sequence[Value], region: object) -> None:
         self.region, self.depth = region, 1 + max([value.depth for value in operands])
-        self.made_by, self.dtype = node.name(), node._input_metadata[0].dtype
+        self.made_by, self.dtype = node.name(), results_of(node)[0].dtype
         self._function, self.operands = function, operands
 
     def claim(self) -> None:

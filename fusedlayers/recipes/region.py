@@ -19,7 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from .._torch import AccumulateGrad, Node, sequence_number
+from .._torch import (
+    ALL_RAW_SAVED,
+    FORWARD_CLASS,
+    RAW_SAVED,
+    AccumulateGrad,
+    Node,
+    lacks,
+    number_of,
+    results_of,
+    sequence_number,
+)
 from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.module_state import modules_in
 from ..validation import PLAIN_TYPES
@@ -102,7 +112,7 @@ class Region:
         node: Any = whole.grad_fn
         if node is None or not self.can_replay(tensor) or whole.output_nr or whole.storage_offset():
             return self._as_it_is(tensor, whole)
-        if self._is_checkpointed and node._sequence_nr() < self._made:
+        if self._is_checkpointed and number_of(node) < self._made:
             return Stored(tensor, self.hooks, self)  # an argument may be a view, and is none in the second run
         name = node.name()
         value = self._known(node)
@@ -143,7 +153,7 @@ class Region:
     def saved(self, node: Any, name: str) -> Value | None:
         """The value that a node has saved under this name."""
         try:
-            raw = getattr(node, f"_raw_saved_{name}")
+            raw = getattr(node, RAW_SAVED + name)
             packed = raw.data
         except (AttributeError, RuntimeError):  # there is none of this name, or backward has freed it
             return None
@@ -156,7 +166,7 @@ class Region:
     def saved_tensors(self, node: Any) -> list[Value] | None:
         """The values that a Function of this package has saved, in its order."""
         try:
-            found = [self._usable(raw.data) for raw in node._raw_saved_tensors]
+            found = [self._usable(raw.data) for raw in getattr(node, ALL_RAW_SAVED)]
         except RuntimeError:  # backward has freed it
             return None
         values = [value for value in found if value is not None]
@@ -183,7 +193,7 @@ class Region:
         if type(maker) is not AccumulateGrad:
             return None
         leaf: Any = maker.variable  # as it was when the region began, and so when the node read it
-        is_same = leaf._version == self._versions.get(id(leaf)) and node._sequence_nr() >= self._began
+        is_same = leaf._version == self._versions.get(id(leaf)) and number_of(node) >= self._began
         return Stored(leaf, None, self) if is_same else None
 
     def read(self, node: Any, name: str, edge: int) -> Value | None:
@@ -213,7 +223,7 @@ class Region:
         """Give this value to all that read the node's first result from now on."""
         value.version = version
         if node.name() == "CloneBackward0":
-            value.cloned = node._sequence_nr()
+            value.cloned = number_of(node)
         node.metadata[_RESULT] = weakref.ref(value)
 
     def _recipe(self, node: Any, result: Tensor | None) -> Value | None:
@@ -223,13 +233,16 @@ class Region:
             return self._of_saved_result(node, result)
         rule: Any = REPLAYS.get(name)
         if rule is None:
-            kind: Any = vars(type(node)).get("_forward_cls") if isinstance(node, BackwardCFunction) else None
+            kind: Any = vars(type(node)).get(FORWARD_CLASS) if isinstance(node, BackwardCFunction) else None
             rule = getattr(kind, "replay", None) if kind is not None and issubclass(kind, Node) else None
         if rule is None:
             return None
         self._nesting += 1
         try:
             replay = rule(self, node, result)
+        except (AttributeError, TypeError) as error:  # this torch's node has other names
+            _switch_off(name, error)
+            return None
         finally:
             self._nesting -= 1
         if replay is None:
@@ -255,15 +268,27 @@ class Region:
         if not isinstance(own, Stored) or z is None or z.depth >= DEPTH:
             return own
         function, *options = RESULTS[node.name()]
-        recipe = Recipe(node, with_options(function, node, options), (z,), self)
+        try:
+            function = with_options(function, node, options)
+        except (AttributeError, TypeError) as error:  # this torch's node has other names
+            _switch_off(node.name(), error)
+            return own
+        recipe = Recipe(node, function, (z,), self)
         self._set_result(node, recipe, own.version)
         own.become(recipe)
         return recipe
 
 
+def _switch_off(name: str, error: Exception) -> None:
+    """Leave the results of nodes of this name to PyTorch from now on."""
+    lacks(name, "its results are saved", error)
+    REPLAYS.pop(name, None)
+    RESULTS.pop(name, None)
+
+
 def _is_no_more(node: Any, operand: Stored) -> bool:
     """Whether the one operand has at most as many bytes as the node's result."""
-    given = node._input_metadata[0]
+    given = results_of(node)[0]
     nbytes = operand.packed.nbytes if operand.unpack is None else operand.nbytes
     operands = sum(maker is not None for maker, _ in node.next_functions)
     return operands == 1 and nbytes <= math.prod(given.shape) * given.dtype.itemsize
@@ -275,4 +300,4 @@ def _writes_to_result(node: Any, operand: Value) -> int:
     if hasattr(node, "version"):
         return int(node.version)
     behind = node.next_functions[0][0]
-    return int(operand.cloned >= 0 and (behind is None or operand.cloned != behind._sequence_nr()))
+    return int(operand.cloned >= 0 and (behind is None or operand.cloned != number_of(behind)))

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import PRELU
+from .._torch import PRELU, results_of, saved_number
 from .norms import NORM_REPLAYS
 from .recipe import Value
 
@@ -32,16 +32,9 @@ Rule = Callable[["Region", Any, Tensor | None], Replay | None]
 """From the region, the node, and its result, if that is there, to the replay of the result."""
 
 
-def _signed(value: Any) -> Any:
-    """Numbers as they were given: nodes tell negative ones as unsigned."""
-    if isinstance(value, tuple | list):
-        return [_signed(number) for number in value]
-    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
-
-
 def with_options(function: Callable[..., Tensor], node: Any, names: Sequence[str]) -> Callable[..., Tensor]:
     """The function with those of its arguments that the node has saved under their names."""
-    options = {name: _signed(getattr(node, f"_saved_{name}")) for name in names}
+    options = {name: saved_number(node, name) for name in names}
     return partial(function, **options) if options else function
 
 
@@ -78,26 +71,27 @@ def _of_two(function: Callable[..., Tensor], second: str) -> Rule:
 
 
 def _reshape(region: Region, node: Any, result: Tensor | None) -> Replay | None:
-    x, shape = region.behind(node, 0), node._input_metadata[0].shape
+    x, shape = region.behind(node, 0), results_of(node)[0].shape
     return None if x is None else (lambda x: x.reshape(shape), (x,))
 
 
 def _cast(region: Region, node: Any, result: Tensor | None) -> Replay | None:
-    x, made = region.behind(node, 0), node._input_metadata[0]
+    x, made = region.behind(node, 0), results_of(node)[0]
     return None if x is None else (partial(Tensor.to, device=made.device, dtype=made.dtype), (x,))
 
 
 def _dropout(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     x, mask = region.behind(node, 0), region.saved(node, "result1")
-    if x is None or mask is None or node._saved_p >= 1:
+    p = saved_number(node, "p")
+    if x is None or mask is None or p >= 1:
         return None
     # What it computes of a gradient is what forward computes of x: both times the mask, times the scale.
-    return partial(aten.native_dropout_backward, scale=1.0 / (1.0 - node._saved_p)), (x, mask)
+    return partial(aten.native_dropout_backward, scale=1.0 / (1.0 - p)), (x, mask)
 
 
 def _pad(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     """The number that is padded with is read off the result: it is in a corner."""
-    pad, x = _signed(node._saved_pad), region.behind(node, 0)
+    pad, x = saved_number(node, "pad"), region.behind(node, 0)
     if x is None or result is None or min(pad) < 0 or not any(pad):
         return None
     ends = [(-1 - i, *pair) for i, pair in enumerate(zip(pad[::2], pad[1::2], strict=True))]
@@ -134,7 +128,7 @@ REPLAYS: dict[str, Rule] = {
     "LogSigmoidBackward0": _of(F.logsigmoid),
     "SoftshrinkBackward0": _of(F.softshrink, "lambd"),
     "HardshrinkBackward0": _of(F.hardshrink, "lambd"),
-    "PreluKernelBackward0": _of_two(PRELU, "weight"),
+    **({} if PRELU is None else {"PreluKernelBackward0": _of_two(PRELU, "weight")}),
     "PowBackward0": _of(torch.pow, "exponent"),
     "MaxPool2DWithIndicesBackward0": _of(F.max_pool2d, "kernel_size", "stride", "padding", "dilation", "ceil_mode"),
     "GluBackward0": _of(F.glu, "dim"),

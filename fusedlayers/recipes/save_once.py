@@ -10,19 +10,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from .._torch import (
     dynamo_is_loaded,
     functorch_is_active,
+    lacks,
     never_compile,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     saved_tensors_hooks_are_enabled,
     saved_tensors_hooks_on_top,
+    warn_if_untested,
 )
+from ..utils.caching import in_clean_state
 from .recipe import Hooks
-from .region import Region
+from .region import LEAST_BYTES, Region
 
 #: Calls ``value.get()`` without a Python frame of its own.
 _UNPACK = operator.methodcaller("get")
@@ -75,7 +79,7 @@ def save_once() -> Iterator[None]:
 
 def can_enter() -> bool:
     """Whether anything is saved here, by hooks that may be pushed."""
-    return torch.is_grad_enabled() and saved_tensors_hooks_are_enabled() and not functorch_is_active()
+    return torch.is_grad_enabled() and saved_tensors_hooks_are_enabled() and not functorch_is_active() and works_here()
 
 
 def current_region() -> Region | None:
@@ -99,6 +103,37 @@ def enter_region(model: nn.Module | None) -> Region:
         _never_compile_hooks()
     push_saved_tensors_hooks(region.pack, _UNPACK)
     return region
+
+
+@functools.cache
+def works_here() -> bool:
+    """Whether recipes do on this torch what they do on those that are tested: a small step gives PyTorch's gradients.
+    It takes a millisecond, once a process."""
+    warn_if_untested()
+    try:
+        is_same = _gradients_are_the_same()
+    except Exception as error:  # of whatever has changed
+        lacks("torch's saved tensors", "fuse and save_once change nothing", error)
+        return False
+    if not is_same:
+        lacks("torch's saved tensors", "fuse and save_once change nothing", ArithmeticError("gradients differ"))
+    return is_same
+
+
+@in_clean_state
+def _gradients_are_the_same() -> bool:
+    found: list[Tensor] = []
+    for enter, leave in ((enter_region, pop_saved_tensors_hooks), (lambda _: None, lambda: None)):
+        x = torch.linspace(-2, 2, LEAST_BYTES).requires_grad_()
+        enter(None)
+        try:
+            y = F.gelu(x)
+            z = torch.tanh(y)
+            loss = (y * z + y.square() * z).sum()
+        finally:
+            leave()
+        found += torch.autograd.grad(loss, x)
+    return torch.equal(*found)
 
 
 @functools.cache

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, tree_map_only
+from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, packet_of, tree_map_only
 from ..utils.autograd_graph import attributes_of, nodes_of
 from ..utils.module_state import unchanged
 from ..utils.storages import sizes_of, tensors_in
@@ -143,7 +143,7 @@ class _Costs(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        packet = getattr(func, "_overloadpacket", None)
+        packet = packet_of(func)
         if packet in products():
             found = list(tensors_in(result))
             self.results += [(tensor, tensor._version) for tensor in found]

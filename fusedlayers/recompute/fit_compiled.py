@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import inductor, is_optimized
+from .._torch import inductor, is_compiled
 from ..reports.step import Step
 from ..utils.example import arguments_from
 from ..utils.formatting import size_text
@@ -109,7 +109,7 @@ def fit_compiled(
     training = Training(
         Step(model, *arguments_from(inputs), loss, function="fit_compiled"), of, memory_budget_bytes, fraction
     )
-    if is_optimized(model) or model._compiled_call_impl is not None:
+    if is_compiled(model):
         raise ValueError("fit_compiled: the model is compiled already; pass the one that torch.compile was called on")
     if "backend" in options:
         raise ValueError("fit_compiled: the backend is the report's; give it the other options of torch.compile")

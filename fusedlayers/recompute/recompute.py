@@ -27,6 +27,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from .._torch import (
     CPU_FLASH_ATTENTION,
     compiled_checkpoint,
+    packet_of,
     parametrizations_are_cached,
     tree_flatten,
     tree_leaves,
@@ -167,7 +168,7 @@ def products() -> frozenset[Any]:
 
 def _selective_contexts() -> Any:
     def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        is_product = getattr(operator, "_overloadpacket", None) in products()
+        is_product = packet_of(operator) in products()
         return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)

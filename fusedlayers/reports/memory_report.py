@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from .._torch import storage_id
 from ..memory import device_of, peak_of, profile_events
 from ..utils.autograd_graph import hides_what_it_saves, nodes_of
 from ..utils.example import arguments_from, check_instance
@@ -196,7 +197,7 @@ def _measured(
 
     def read(nodes: Sequence[Any]) -> None:
         storages = [storage for ref in saved_before if (storage := ref()) is not None]
-        addresses = {*sizes_of([*existing, *tracker.tensors()]), *(storage._cdata for storage in storages)}
+        addresses = {*sizes_of([*existing, *tracker.tensors()]), *map(storage_id, storages)}
         rows.extend(rows_of(savers_of(nodes, device), tracker, addresses))
         hidden.update(tracker.module_of(node) for node in nodes if hides_what_it_saves(node))
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from .._torch import sequence_number
+from .._torch import number_of, sequence_number
 
 
 class ModuleTracker:
@@ -47,7 +47,7 @@ class ModuleTracker:
     def module_of(self, *nodes: Any) -> str:
         """The innermost module that was running when each of these nodes was made; empty for the model itself."""
         module = ""
-        for paths in zip(*(self._running_at(node._sequence_nr()) for node in nodes), strict=False):
+        for paths in zip(*(self._running_at(number_of(node)) for node in nodes), strict=False):
             if len({*paths}) > 1:
                 break
             module = paths[0]

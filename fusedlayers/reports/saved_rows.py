@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch import tree_leaves
+from .._torch import FORWARD_CLASS, storage_id, tree_leaves
 from ..activations import Activation
 from ..recipes.recipe import Stored, Value, all_of
 from ..utils.autograd_graph import checkpoints_of, is_leaf, raw_saved, saved_by
@@ -77,7 +77,7 @@ def rows_of(savers: Iterable[Saver], tracker: ModuleTracker, existing: Container
     """A row for each storage whose address is not among the ``existing``."""
     by_storage: dict[int, list[Saver]] = {}
     for saver in savers:
-        if (address := saver.tensor.untyped_storage()._cdata) not in existing:
+        if (address := storage_id(saver.tensor.untyped_storage())) not in existing:
             by_storage.setdefault(address, []).append(saver)
     for own in by_storage.values():
         (module, operation), *others = dict.fromkeys((tracker.module_of(*s.nodes), s.operation) for s in own)
@@ -88,7 +88,7 @@ def rows_of(savers: Iterable[Saver], tracker: ModuleTracker, existing: Container
 
 def operation_of(node: Any) -> str:
     """The name of a node, such as GeluBackward0; of this library's nodes the Function's name and the activation."""
-    function = getattr(type(node), "_forward_cls", None)
+    function = getattr(type(node), FORWARD_CLASS, None)
     if function is None or not function.__module__.startswith("fusedlayers."):
         return str(node.name())
     found = [leaf for leaf in tree_leaves(vars(node)) if isinstance(leaf, Activation)]

@@ -8,10 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .._torch import SELECTIVE_CHECKPOINT_MODES, SavedTensor, tree_leaves
-
-#: Prefix of the names of a node's saved tensors, packed as they are.
-RAW = "_raw_saved_"
+from .._torch import RAW_SAVED, SELECTIVE_CHECKPOINT_MODES, SavedTensor, number_of, tree_leaves
 
 
 def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
@@ -22,7 +19,7 @@ def nodes_of(tensors: Iterable[Tensor]) -> list[Any]:
         following = {node for node, _ in pending.pop().next_functions if node is not None} - seen
         seen |= following
         pending += following
-    return sorted(seen, key=lambda node: node._sequence_nr())
+    return sorted(seen, key=number_of)
 
 
 def leaves_of(nodes: Sequence[Any]) -> list[Tensor]:
@@ -92,7 +89,7 @@ def _saved_for_recompute(frame: Any) -> list[Any]:
     for cell in getattr(frame.recompute_fn, "__closure__", None) or ():
         with suppress(ValueError):  # an empty cell
             if isinstance(cell.cell_contents, SELECTIVE_CHECKPOINT_MODES):
-                results = dict(vars(cell.cell_contents)["storage"])
+                results = dict(getattr(cell.cell_contents, "storage", {}))
                 found += [getattr(held, "val", None) for held in tree_leaves(results)]
     return found
 
@@ -105,7 +102,7 @@ def attributes_of(node: Any) -> Iterator[Tensor]:
 def raw_saved(node: Any) -> Iterator[Any]:
     """A node's saved tensors, packed as they are; those of a Function in the order in which it saved them."""
     for name in dir(node):
-        if name.startswith(RAW):
+        if name.startswith(RAW_SAVED):
             raw = getattr(node, name)
             yield from raw if isinstance(raw, tuple | list) else (raw,)
 

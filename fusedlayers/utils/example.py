@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from .._torch import NormBase, dynamo_is_loaded, is_optimized
+from .._torch import dynamo_is_loaded, is_compiled
 from .formatting import described, first_line
 
 
@@ -48,7 +48,7 @@ def check_uncompiled(function: str, model: nn.Module) -> None:
     """Refuse a model whose code is not what runs."""
     if isinstance(model, torch.jit.ScriptModule):
         raise TypeError(f"{function}: the model is of TorchScript; {function} it before you trace or script it")
-    if is_optimized(model) or model._compiled_call_impl is not None:
+    if is_compiled(model):
         raise TypeError(
             f"{function}: the model is compiled, and torch.compile decides itself what to save; {function} what is not "
             f"compiled, or call {function} before torch.compile, which then leaves it as it is"
@@ -100,7 +100,7 @@ def _hint(error: Exception, args: tuple[Any, ...]) -> str:
 
 def evaluation_notes(model: nn.Module) -> list[str]:
     """A note on a model in evaluation that has modules which do something else in training."""
-    kinds = (nn.Dropout, nn.Dropout2d, NormBase)
+    kinds = (nn.Dropout, nn.Dropout2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
     if model.training or not any(isinstance(module, kinds) for module in model.modules()):
         return []
     return [

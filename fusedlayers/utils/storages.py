@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._torch import is_traceable_wrapper_subclass, tree_leaves
+from .._torch import is_traceable_wrapper_subclass, storage_id, tree_leaves
 
 
 def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
@@ -28,7 +28,7 @@ def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
 def sizes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     """The bytes of the tensors' storages, by address."""
     storages = (part.untyped_storage() for tensor in tensors for part in strided_parts(tensor))
-    return {storage._cdata: storage.nbytes() for storage in storages}
+    return {storage_id(storage): storage.nbytes() for storage in storages}
 
 
 def is_plain(tensor: Tensor) -> bool:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from ..._torch import OpOverload
+from ..._torch import OpOverload, signature_of
 from ...activations import Activation, upcast
 from ...activations.tracing import TORCH_CALLS
 from ...utils.layout import Layout, laid_out, layout_along
@@ -285,13 +285,13 @@ def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
         return target, None
     if target is aten.gelu_backward.default:
         return _gelu_backward, "grad_input"
-    names = [argument.name for argument in target._schema.arguments]
-    types = [str(argument.type) for argument in target._schema.arguments]
-    if len(target._schema.returns) != 1 or torch.Tag.pointwise not in target.tags:
+    names = [argument.name for argument in signature_of(target).arguments]
+    types = [str(argument.type) for argument in signature_of(target).arguments]
+    if len(signature_of(target).returns) != 1 or torch.Tag.pointwise not in target.tags:
         return target, None
     for name in target.overloadpacket.overloads():
         variant = getattr(target.overloadpacket, name)
-        *given, last = variant._schema.arguments
+        *given, last = signature_of(variant).arguments
         same = [a.name for a in given] == names and [str(a.type) for a in given] == types
         if same and last.is_out:
             quick = TORCH_CALLS.get(target.overloadpacket)
