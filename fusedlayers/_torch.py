@@ -251,8 +251,8 @@ class Node(Function):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        # The C method below ``Function.apply``, bound to the class.
-        cls.apply = getattr(super(Function, cls), "apply", cls.apply)  # type: ignore[method-assign]
+        own: Any = cls
+        own.apply = getattr(super(Function, cls), "apply", cls.apply)  # the C method below it, bound to the class
 
 
 # --- nodes of autograd ------------------------------------------------------------------------------------------------
