@@ -157,14 +157,6 @@ SELECTIVE_CHECKPOINT_MODES: tuple[type, ...] = (
     _private("torch.utils.checkpoint:_CachingTorchDispatchMode", _CALLS, TorchDispatchMode, _is_class),
     _private("torch.utils.checkpoint:_CachedTorchDispatchMode", _CALLS, TorchDispatchMode, _is_class),
 )
-#: () -> int: how many ``TorchFunctionMode``s are active.
-function_mode_count: Callable[[], int] = _private(
-    "torch:_C._len_torch_function_stack", "gates have no node", _never, _returns(int)
-)
-#: () -> the innermost of them, or None.
-current_function_mode: Callable[[], Any] = _private(
-    "torch:overrides._get_current_function_mode", "gates have no node", _nothing, lambda found: found() is None or True
-)
 #: (ignore_if_tracing) -> the innermost pair of saved-tensor hooks, or None.
 saved_tensors_hooks_on_top: Callable[[bool], Any] = _private(
     "torch:_C._autograd._top_saved_tensors_default_hooks", _CALLS, _nothing, lambda found: (found(True),)

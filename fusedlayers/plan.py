@@ -20,7 +20,7 @@ from . import kernels, validation
 from ._torch import autocast_is_active
 from .activations import KEPT_BY_TORCH, Activation, Saved
 from .kernels import Backend
-from .kernels.operations import GATE, Operation, Pointwise, Weight
+from .kernels.operations import Operation, Pointwise, Weight
 from .ops.mlp_forward import Block, BlockOptions
 from .sizes import limits_of
 from .utils.formatting import size_text
@@ -139,9 +139,6 @@ def decide(call: Call, followed_by: str | None) -> Plan:
     reason = describe(activation, save, dtype)
     if saved == "nothing":
         return Plan("composite", "eager", reason)
-    if operation == GATE and is_trained and not is_compiling:
-        dim = -1 if call.operand_dim is None else call.operand_dim
-        return Plan("fused", "input", "saves gate and up", activation, backend, dim=dim)
     if is_compiling:
         # The compiler chooses what it saves of an activation's input, or instead of it.
         kept: Saved | Literal["eager"] = "eager" if saved == "input" else saved
@@ -175,7 +172,7 @@ def _left_because(call: Call, dtype: torch.dtype, backend: Backend, is_trained: 
     operation, x, _, _, _, activation, save, *_ = call
     if save != "auto":
         return None
-    if activation.torch_keeps_less and operation != GATE:
+    if activation.torch_keeps_less:
         return _KEEPS_LESS
     limit, medium = limits_of(x)
     result_bytes = math.prod(operation.shape(x, call.w)) * x.itemsize

@@ -119,8 +119,4 @@ class Pointwise(NamedTuple):
         return y
 
 
-#: What the activation of a gate is applied to.
-GATE = Pointwise(-1, "gate")
-
-
 Operation = Matmul | Convolution | Pointwise

@@ -20,7 +20,6 @@ from torch import nn
 
 from .._torch import pop_saved_tensors_hooks, torchscript_state
 from ..recompute.recompute import recomputed
-from ..validation import PLAIN_TYPES
 from .region import Region
 from .roles import role_of
 from .save_once import can_enter, current_region, enter_region
@@ -122,10 +121,7 @@ class Patch:
             pop_saved_tensors_hooks()
 
     def _by_role(self, region: Region, module: nn.Module, run: functools.partial[Any]) -> Any:
-        if self.role is None:
-            return run()
-        is_alone = len(run.args) == 1 and not run.keywords and type(run.args[0]) in PLAIN_TYPES
-        return self.role(self, region, module, run.args[0] if is_alone else None, run)
+        return run() if self.role is None else self.role(region, module, run)
 
 
 def patches_of(model: nn.Module) -> list[Patch]:

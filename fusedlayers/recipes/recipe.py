@@ -32,6 +32,11 @@ def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
     """The tensor, or a copy that is laid out in this way."""
     if layout is None or (tensor.size(), tensor.stride()) == layout:
         return tensor
+    sizes, strides = layout
+    if 0 in strides:  # expanded: its elements share their memory, and cannot be written one by one
+        for dim, stride in enumerate(strides):
+            tensor = tensor if stride else tensor.narrow(dim, 0, min(1, sizes[dim]))
+        return laid_out(tensor, (tensor.size(), strides)).expand(sizes)
     return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
@@ -124,10 +129,12 @@ class Stored(Value):
 
     _layout: Layout | None = None
     unpack: Callable[[Any], Tensor] | None = None
-    nbytes: int
+    nbytes = 0
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:
         self.region, self.version = region, tensor._version
+        if tensor.layout is torch.strided:
+            self.nbytes = tensor.numel() * tensor.itemsize
         if hooks is None:
             # Detached, for a tensor that an operation in place has made its own result would hold its own node.
             self.packed: Any = tensor if tensor.grad_fn is None else tensor.detach()
@@ -137,7 +144,7 @@ class Stored(Value):
             tensor = tensor.detach()
         if tensor.layout is torch.strided:
             self._layout = tensor.size(), tensor.stride()
-        self.nbytes, self.unpack, self.packed = tensor.nbytes, hooks[1], hooks[0](tensor)
+        self.unpack, self.packed = hooks[1], hooks[0](tensor)
 
     def get(self) -> Tensor:
         if self.operands:
@@ -162,7 +169,7 @@ class Stored(Value):
     def source(self) -> Value:
         return self.operands[0] if self.operands else self
 
-    def become(self, recipe: Recipe) -> None:
+    def become(self, recipe: Value) -> None:
         """From now on it is replayed."""
         self.operands, self.packed, self.depth = (recipe,), None, recipe.depth
         for _ in range(self.readers):

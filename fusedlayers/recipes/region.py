@@ -33,6 +33,7 @@ from .._torch import (
 from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.module_state import modules_in
 from ..validation import PLAIN_TYPES
+from .leaves import result_of_leaf
 from .norms import is_sharded
 from .recipe import Hooks, Recipe, Stored, Value, View
 from .replays import REPLAYS, RESULTS, with_options
@@ -57,6 +58,7 @@ class Region:
     Attributes:
         hooks: those that were there before; they get what is saved.
         knows_parameters: whether recipes may be made of a model's parameters.
+        log: what is packed while a leaf runs (``leaves.py``); None while none does.
     """
 
     def __init__(self, hooks: Hooks | None) -> None:
@@ -67,6 +69,7 @@ class Region:
         self._nesting = 0
         self._began = 0
         self._versions: dict[int, int] = {}
+        self.log: list[tuple[Value, Tensor]] | None = None
 
     def begin(self, model: nn.Module | None) -> None:
         """Let recipes be made of this model's parameters, by nodes that are made from now on."""
@@ -94,6 +97,12 @@ class Region:
         value = self._recipe(node, whole) if known is None else known.source
         return isinstance(value, Recipe)
 
+    def known(self, tensor: Tensor) -> Value | None:
+        """The value that a whole tensor was packed as, or made of, before."""
+        node: Any = tensor.grad_fn
+        value = None if node is None or tensor._base is not None or tensor.output_nr else self._known(node)
+        return value if value is not None and value.version == tensor._version else None
+
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Value:
@@ -102,11 +111,14 @@ class Region:
             value: Value = Stored(tensor, self.hooks, self)
             value.readers = 1
         else:
-            value = self._value_of(tensor)
+            value = self.value_of(tensor)
             value.claim()
+        if self.log is not None:
+            self.log.append((value, tensor))
         return value
 
-    def _value_of(self, tensor: Tensor) -> Value:
+    def value_of(self, tensor: Tensor) -> Value:
+        """The value that a tensor is packed as."""
         base = tensor._base
         whole = tensor if base is None or base.dtype is not tensor.dtype else base
         node: Any = whole.grad_fn
@@ -158,7 +170,7 @@ class Region:
         except (AttributeError, RuntimeError):  # there is none of this name, or backward has freed it
             return None
         if isinstance(packed, Value):
-            return self._usable(packed)
+            return self.usable(packed)
         if not isinstance(packed, Tensor) or packed.dim() or raw.unpack_hook is not None:
             return None
         return Stored(packed, None, self)  # a number: hooks do not get it
@@ -166,7 +178,7 @@ class Region:
     def saved_tensors(self, node: Any) -> list[Value] | None:
         """The values that a Function of this package has saved, in its order."""
         try:
-            found = [self._usable(raw.data) for raw in getattr(node, ALL_RAW_SAVED)]
+            found = [self.usable(raw.data) for raw in getattr(node, ALL_RAW_SAVED)]
         except RuntimeError:  # backward has freed it
             return None
         values = [value for value in found if value is not None]
@@ -182,7 +194,7 @@ class Region:
         if output_nr or self._nesting >= DEPTH:
             return None
         known = self._known(maker)
-        value = self._recipe(maker, None) if known is None else self._usable(known)
+        value = self._recipe(maker, None) if known is None else self.usable(known)
         if isinstance(value, Stored) and maker.name() not in RESULTS and not _is_no_more(node, value):
             return None  # another branch saves it, which may be dropped before
         return value
@@ -201,7 +213,7 @@ class Region:
         value = self.saved(node, name)
         return self.behind(node, edge) if value is None else value
 
-    def _usable(self, packed: Any) -> Value | None:
+    def usable(self, packed: Any) -> Value | None:
         """A value that recipes may read: of this region, and not written to since."""
         if not isinstance(packed, Value) or packed.region is not self or packed.is_edited:
             return None
@@ -235,13 +247,24 @@ class Region:
         if rule is None:
             kind: Any = vars(type(node)).get(FORWARD_CLASS) if isinstance(node, BackwardCFunction) else None
             rule = getattr(kind, "replay", None) if kind is not None and issubclass(kind, Node) else None
-        if rule is None:
-            return None
+        recipe = None if rule is None else self._by_rule(rule, node, result)
+        if recipe is None:
+            part = result_of_leaf(self, node, result)
+            if part is None or part.depth > DEPTH:
+                return None
+            recipe, version = part, 0 if result is None else result._version
+        else:
+            version = recipe.version
+        self._set_result(node, recipe, version)
+        return recipe
+
+    def _by_rule(self, rule: Any, node: Any, result: Tensor | None) -> Recipe | None:
+        """The replay of a node's first result by a rule."""
         self._nesting += 1
         try:
             replay = rule(self, node, result)
         except (AttributeError, TypeError) as error:  # this torch's node has other names
-            _switch_off(name, error)
+            _switch_off(node.name(), error)
             return None
         finally:
             self._nesting -= 1
@@ -254,7 +277,7 @@ class Region:
         if result is not None and result._version != version:
             return None
         recipe = Recipe(node, function, operands, self)
-        self._set_result(node, recipe, version)
+        recipe.version = version
         return recipe
 
     def _of_saved_result(self, node: Any, result: Tensor | None) -> Value | None:

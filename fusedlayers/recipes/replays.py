@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .._torch import PRELU, results_of, saved_number
 from .norms import NORM_REPLAYS
-from .recipe import Value
+from .recipe import Recipe, Stored, Value
 
 if TYPE_CHECKING:
     from .region import Region
@@ -75,9 +75,24 @@ def _reshape(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     return None if x is None else (lambda x: x.reshape(shape), (x,))
 
 
+def _clone(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    """Of what is replayed. An operation in place saves a clone of what it then writes over."""
+    x = region.behind(node, 0)
+    return (torch.clone, (x,)) if isinstance(x, Recipe) else None
+
+
 def _cast(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    """A tensor that was cast up from 16 bits is stored in 16 bits, where nobody else stores the source."""
     x, made = region.behind(node, 0), results_of(node)[0]
+    if x is None and result is not None and made.dtype.itemsize > 2:
+        source, output_nr = node.next_functions[0]
+        narrow = None if source is None else results_of(source)[output_nr] if len(results_of(source)) > output_nr else None
+        if narrow is not None and narrow.dtype in _16_BITS and narrow.device == made.device:
+            x = Stored(result.detach().to(narrow.dtype), region.hooks, region)
     return None if x is None else (partial(Tensor.to, device=made.device, dtype=made.dtype), (x,))
+
+
+_16_BITS = (torch.bfloat16, torch.float16)
 
 
 def _dropout(region: Region, node: Any, result: Tensor | None) -> Replay | None:
@@ -139,7 +154,7 @@ REPLAYS: dict[str, Rule] = {
     "SubBackward0": _behind(torch.sub, "alpha"),
     "NativeDropoutBackward0": _dropout,
     "ToCopyBackward0": _cast,
-    "CloneBackward0": _behind(torch.clone),
+    "CloneBackward0": _clone,
     "RepeatBackward0": _behind(aten.repeat, "repeats"),
     "CatBackward0": _behind(lambda *parts, dim: torch.cat(parts, dim), "dim"),
     "ConstantPadNdBackward0": _pad,

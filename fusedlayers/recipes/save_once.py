@@ -139,5 +139,5 @@ def _gradients_are_the_same() -> bool:
 @functools.cache
 def _never_compile_hooks() -> None:
     """``torch.compiler.disable`` would add 2 us to each call of theirs."""
-    for module in ("region", "recipe", "replays", "norms"):
+    for module in ("region", "recipe", "replays", "norms", "leaves"):
         never_compile(f"{__package__}.{module}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -58,15 +57,6 @@ def is_dense(tensor: Tensor) -> bool:
                 return False
             filled *= size
     return True
-
-
-def are_rows(tensor: Tensor) -> bool:
-    """Whether a tensor is rows of its last dimension at equal distances, with or without gaps. In tensors that were
-    expanded elements share their memory."""
-    row = (tensor.shape[-1] - 1) * tensor.stride(-1)
-    leading = [part for part in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if part[0] != 1]
-    is_even = all(outer == size * inner for (_, outer), (size, inner) in pairwise(leading))
-    return (tensor.shape[-1] < 2 or tensor.stride(-1) > 0) and is_even and (not leading or leading[-1][1] > row)
 
 
 def laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
