@@ -31,7 +31,7 @@ def fuse(
     model: nn.Module,
     inputs: Any = None,
     *more: Any,
-    exact: bool = False,
+    exact: bool = True,
     time: bool = False,
     progress: bool | OnStage = False,
 ) -> FuseReport:
@@ -43,19 +43,20 @@ def fuse(
     nothing is run. Under ``torch.compile``, ``torch.export``, ``torch.func`` and without gradients the model is what it
     was.
 
-    Unless ``exact``, some modules compute faster by nodes of this package, where their results are large: folded
-    activations (``nn.GELU``, ``nn.SiLU``, ``nn.Mish``, and classes that spell one out) save their output, RMS norms
-    that are spelled out run as one kernel, and ``act(a) * b`` in a module that holds an activation and linear layers
-    writes its gradients over a and b; ``act(a)`` is no part of the graph then. Rounding errors are at most about twice
-    those of PyTorch. Code that writes over the output of such an activation in place, where PyTorch saves its input,
-    raises an error in backward.
+    Gradients are PyTorch's, to the last bit: its own nodes compute them, from the same values. A module of yours
+    without children and matrices, as an activation or a norm that is spelled out, is run again in backward where that
+    frees memory: it has to compute the same again from its arguments and attributes (``recipes/leaves.py``).
+
+    With ``exact=False``, which is for speed alone, modules that spell out an RMS norm, or an activation such as GELU,
+    run as one kernel each, where their results are large. Rounding errors are at most about twice those of PyTorch, and
+    code that writes over the output of such an activation in place raises an error in backward.
 
     Args:
         model: any module; a fused one gets these options instead of those that it had.
         inputs: an example of what the model is called with, for a report: a tensor, a tuple of positional arguments, or
             a mapping of keywords. The model is run forward and backward a few times; its buffers, gradients and the
             random generators are put back.
-        exact: whether PyTorch's own nodes compute everything, so that gradients are the same to the last bit.
+        exact: whether PyTorch's own nodes compute everything.
         time: whether steps are timed too, with and without.
         progress: True writes how far it has come and the time left on stderr, every 10 seconds. A function is told each
             stage, and which part of all is done.
@@ -69,7 +70,7 @@ def fuse(
         ValueError: lazy parameters without a shape; inputs that the model does not run on; ``time`` without inputs.
         torch.OutOfMemoryError: the example does not fit; ``fuse(model)`` needs none. The model is what it was then.
 
-    Saved: as for ``save_once``; of an activation that saves its output that alone.
+    Saved: as for ``save_once``; of a module that is run again its arguments.
 
     >>> import torch, fusedlayers as fl
     >>> model = torch.nn.Sequential(torch.nn.LayerNorm(64), torch.nn.Linear(64, 256), torch.nn.GELU())

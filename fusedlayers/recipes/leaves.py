@@ -2,8 +2,8 @@
 
 Idea: such a module (an activation or a norm that is spelled out, a Function of a user's own) does arithmetic along
 rows. Where its nodes have saved more than recipes give back, one value replaces all of that: the module's forward pass,
-run again on its arguments, under hooks that hand out what its nodes save, in order. The nodes stay PyTorch's, so gradients
-are the same bits. The module's result is a recipe in the same way, whatever made it.
+run again on its arguments, under hooks that hand out what its nodes save, in order. The nodes stay PyTorch's, so
+gradients are the same bits. The module's result is a recipe in the same way, whatever made it.
 
 Nothing is decided before it is known: what is saved within the module is looked at when its forward pass ends, and
 becomes a part of the second run where more bytes go than its arguments take.

@@ -112,9 +112,9 @@ class Patch:
         region = current_region()
         if region is not None:
             if not region.knows_parameters:  # ``save_once`` is around it
-                region.begin(module)
+                region.begin(module, (*args, *kwargs.values()))
             return self._by_role(region, module, run)
-        region = enter_region(module)
+        region = enter_region(module, (*args, *kwargs.values()))
         try:
             return self._by_role(region, module, run)
         finally:

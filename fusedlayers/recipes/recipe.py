@@ -176,6 +176,10 @@ class Stored(Value):
             recipe.claim()
 
 
+#: Nodes that compute nothing, which do not count as replays.
+VIEWS = frozenset({"ViewBackward0", "PermuteBackward0", "TransposeBackward0", "ExpandBackward0", "UnsqueezeBackward0"})
+
+
 class Recipe(Value):
     """``function(*operands)``.
 
@@ -189,8 +193,8 @@ class Recipe(Value):
     nbytes = 0
 
     def __init__(self, node: Any, function: Callable[..., Tensor], operands: Sequence[Value], region: object) -> None:
-        self.region, self.depth = region, 1 + max([value.depth for value in operands])
-        self.made_by, self.dtype = node.name(), results_of(node)[0].dtype
+        self.region, self.made_by, self.dtype = region, node.name(), results_of(node)[0].dtype
+        self.depth = (self.made_by not in VIEWS) + max([value.depth for value in operands])
         self._function, self.operands = function, operands
 
     def claim(self) -> None:

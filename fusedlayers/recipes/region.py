@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.module_state import modules_in
 from ..validation import PLAIN_TYPES
 from .leaves import result_of_leaf
+from .masks import Mask, mask_of, may_be_mask
 from .norms import is_sharded
 from .recipe import Hooks, Recipe, Stored, Value, View
 from .replays import REPLAYS, RESULTS, with_options
@@ -69,16 +71,21 @@ class Region:
         self._nesting = 0
         self._began = 0
         self._versions: dict[int, int] = {}
+        self._masks: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Mask]]] = {}
+        self._given: set[int] = set()
         self.log: list[tuple[Value, Tensor]] | None = None
 
-    def begin(self, model: nn.Module | None) -> None:
-        """Let recipes be made of this model's parameters, by nodes that are made from now on."""
+    def begin(self, model: nn.Module | None, given: Iterable[Any] = ()) -> None:
+        """Let recipes be made of this model's parameters, by nodes that are made from now on. The masks among its
+        buffers, and among what it is given, stay in memory whoever saves them."""
         self._began, self.knows_parameters = sequence_number(), model is not None
         self._versions = {}
+        self._given = {id(value) for value in given}
         for module in () if model is None else modules_in(model):  # a third of the time of model.parameters()
             for p in module._parameters.values():
                 if p is not None and not p.is_inference():
                     self._versions[id(p)] = p._version
+            self._given.update(map(id, module._buffers.values()))
 
     @staticmethod
     def can_replay(tensor: Tensor) -> bool:
@@ -107,8 +114,12 @@ class Region:
 
     def pack(self, tensor: Tensor) -> Value:
         """The value that a node keeps in the place of a tensor."""
-        if tensor.grad_fn is None and (self.hooks is None or self._is_checkpointed):  # a parameter, or a node's own
-            value: Value = Stored(tensor, self.hooks, self)
+        mask = self._mask_of(tensor) if tensor.grad_fn is None and may_be_mask(tensor) else None
+        if mask is not None:
+            value: Value = mask
+            value.claim()
+        elif tensor.grad_fn is None and (self.hooks is None or self._is_checkpointed):  # a parameter, or a node's own
+            value = Stored(tensor, self.hooks, self)
             value.readers = 1
         else:
             value = self.value_of(tensor)
@@ -143,6 +154,20 @@ class Region:
             value.stands_for(whole)
         return value if whole is tensor else View(tensor, value)
 
+    def _mask_of(self, tensor: Tensor) -> Value | None:
+        """The bits of a mask, which all who save it share; None where it belongs to the caller or to the model."""
+        whole = tensor if tensor._base is None else tensor._base
+        if not self.knows_parameters or id(whole) in self._given or whole.dtype is not tensor.dtype:
+            return None
+        ref, known = self._masks.get(id(whole), (None, None))
+        mask = None if ref is None or known is None or ref() is not whole else known()
+        if mask is None or mask.version != whole._version:
+            mask = mask_of(whole, self.hooks, self)
+            if mask is None:
+                return None
+            self._masks[id(whole)] = weakref.ref(whole), weakref.ref(mask)
+        return mask if whole is tensor else View(tensor, mask)
+
     def _as_it_is(self, tensor: Tensor, whole: Tensor) -> Stored:
         """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
         if (
@@ -162,7 +187,16 @@ class Region:
 
     # --- operands: a value that is not there is None ------------------------------------------------------------------
 
-    def saved(self, node: Any, name: str) -> Value | None:
+    def saved_list(self, node: Any, name: str) -> list[Value] | None:
+        """The values of a list of tensors that a node has saved under this name."""
+        try:
+            found = [self.usable(raw.data) for raw in getattr(node, RAW_SAVED + name)]
+        except RuntimeError:  # backward has freed them
+            return None
+        values = [value for value in found if value is not None]
+        return values if len(values) == len(found) else None
+
+    def saved(self, node: Any, name: Any) -> Value | None:
         """The value that a node has saved under this name."""
         try:
             raw = getattr(node, RAW_SAVED + name)
@@ -195,7 +229,8 @@ class Region:
             return None
         known = self._known(maker)
         value = self._recipe(maker, None) if known is None else self.usable(known)
-        if isinstance(value, Stored) and maker.name() not in RESULTS and not _is_no_more(node, value):
+        is_kept = maker.name() in RESULTS or _OWN.get(maker.name()) is not None
+        if isinstance(value, Stored) and not is_kept and not _is_no_more(node, value):
             return None  # another branch saves it, which may be dropped before
         return value
 
@@ -248,6 +283,8 @@ class Region:
             kind: Any = vars(type(node)).get(FORWARD_CLASS) if isinstance(node, BackwardCFunction) else None
             rule = getattr(kind, "replay", None) if kind is not None and issubclass(kind, Node) else None
         recipe = None if rule is None else self._by_rule(rule, node, result)
+        if rule is None and (own := self._own_result(node, result)) is not None:
+            return own
         if recipe is None:
             part = result_of_leaf(self, node, result)
             if part is None or part.depth > DEPTH:
@@ -280,6 +317,17 @@ class Region:
         recipe.version = version
         return recipe
 
+    def _own_result(self, node: Any, result: Tensor | None) -> Value | None:
+        """The result that a node without a rule has saved itself, as softmax and attention do."""
+        name = node.name()
+        if name not in _OWN:
+            _OWN[name] = next((own for own in ("result", "output") if hasattr(node, RAW_SAVED + own)), None)
+        own = None if _OWN[name] is None else self.saved(node, _OWN[name])
+        if own is None or (result is not None and result._version != own.version):
+            return None
+        self._set_result(node, own, own.version)
+        return own
+
     def _of_saved_result(self, node: Any, result: Tensor | None) -> Value | None:
         """A node's own saved result. It becomes a recipe where what stands behind the node can be had."""
         own = self.saved(node, "result")
@@ -300,6 +348,10 @@ class Region:
         self._set_result(node, recipe, own.version)
         own.become(recipe)
         return recipe
+
+
+#: By a node's name, the name under which it saves its own result.
+_OWN: dict[str, str | None] = {}
 
 
 def _switch_off(name: str, error: Exception) -> None:

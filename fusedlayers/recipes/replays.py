@@ -86,10 +86,36 @@ def _cast(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     x, made = region.behind(node, 0), results_of(node)[0]
     if x is None and result is not None and made.dtype.itemsize > 2:
         source, output_nr = node.next_functions[0]
-        narrow = None if source is None else results_of(source)[output_nr] if len(results_of(source)) > output_nr else None
+        narrow = (
+            None if source is None else results_of(source)[output_nr] if len(results_of(source)) > output_nr else None
+        )
         if narrow is not None and narrow.dtype in _16_BITS and narrow.device == made.device:
             x = Stored(result.detach().to(narrow.dtype), region.hooks, region)
     return None if x is None else (partial(Tensor.to, device=made.device, dtype=made.dtype), (x,))
+
+
+def _index(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    x, indices = region.behind(node, 0), region.saved_list(node, "indices")
+    return None if x is None or not indices else (lambda x, *indices: aten.index(x, indices), (x, *indices))
+
+
+def _expand(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    x, shape = region.behind(node, 0), results_of(node)[0].shape
+    return None if x is None else (lambda x: x.expand(shape), (x,))
+
+
+def _max_pool(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    """Its indices, of eight bytes each, need no place either where its result is made again."""
+    x, own = region.read(node, "self", 0), region.saved(node, "result1")
+    if x is None:
+        return None
+    names = "kernel_size", "stride", "padding", "dilation", "ceil_mode"
+    pool = with_options(F.max_pool2d_with_indices, node, names)
+    if isinstance(own, Stored):
+        indices = Recipe(node, lambda x: pool(x)[1], (x,), region)
+        indices.dtype = torch.int64
+        own.become(indices)
+    return (lambda x: pool(x)[0]), (x,)
 
 
 _16_BITS = (torch.bfloat16, torch.float16)
@@ -145,7 +171,12 @@ REPLAYS: dict[str, Rule] = {
     "HardshrinkBackward0": _of(F.hardshrink, "lambd"),
     **({} if PRELU is None else {"PreluKernelBackward0": _of_two(PRELU, "weight")}),
     "PowBackward0": _of(torch.pow, "exponent"),
-    "MaxPool2DWithIndicesBackward0": _of(F.max_pool2d, "kernel_size", "stride", "padding", "dilation", "ceil_mode"),
+    "MaxPool2DWithIndicesBackward0": _max_pool,
+    "IndexBackward0": _index,
+    "ExpandBackward0": _expand,
+    "UnsqueezeBackward0": _behind(torch.unsqueeze, "dim"),
+    "SelectBackward0": _behind(aten.select, "dim", "index"),
+    "SliceBackward0": _behind(aten.slice, "dim", "start", "end", "step"),
     "GluBackward0": _of(F.glu, "dim"),
     "MulBackward0": _of_two(torch.mul, "other"),
     "DivBackward0": _of_two(torch.div, "other"),

@@ -6,8 +6,9 @@ import functools
 import operator
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -89,7 +90,7 @@ def current_region() -> Region | None:
     return region if isinstance(region, Region) else None
 
 
-def enter_region(model: nn.Module | None) -> Region:
+def enter_region(model: nn.Module | None, given: Iterable[Any] = ()) -> Region:
     """Push the hooks of a region for this model: a new one; or the last one, where hooks that were there before still
     are, so that the modules of a checkpointed block read one another's values."""
     hooks: Hooks | None = saved_tensors_hooks_on_top(True)
@@ -98,7 +99,7 @@ def enter_region(model: nn.Module | None) -> Region:
     if region is None or region.hooks is None or hooks is None or region.hooks[0] is not hooks[0]:
         region = Region(hooks)
         _inside.last = weakref.ref(region)
-    region.begin(model)
+    region.begin(model, given)
     if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
         _never_compile_hooks()
     push_saved_tensors_hooks(region.pack, _UNPACK)
