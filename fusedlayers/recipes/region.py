@@ -321,7 +321,8 @@ class Region:
         """The result that a node without a rule has saved itself, as softmax and attention do."""
         name = node.name()
         if name not in _OWN:
-            _OWN[name] = next((own for own in ("result", "output") if hasattr(node, RAW_SAVED + own)), None)
+            own_name = "output" if name.startswith("ScaledDotProduct") else "result"  # elsewhere "output" is an input
+            _OWN[name] = own_name if hasattr(node, RAW_SAVED + own_name) else None
         own = None if _OWN[name] is None else self.saved(node, _OWN[name])
         if own is None or (result is not None and result._version != own.version):
             return None

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import PRELU, results_of, saved_number
+from .._torch import PRELU, AccumulateGrad, results_of, saved_number
 from .norms import NORM_REPLAYS
 from .recipe import Recipe, Stored, Value
 
@@ -86,10 +86,9 @@ def _cast(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     x, made = region.behind(node, 0), results_of(node)[0]
     if x is None and result is not None and made.dtype.itemsize > 2:
         source, output_nr = node.next_functions[0]
-        narrow = (
-            None if source is None else results_of(source)[output_nr] if len(results_of(source)) > output_nr else None
-        )
-        if narrow is not None and narrow.dtype in _16_BITS and narrow.device == made.device:
+        found = () if source is None or type(source) is AccumulateGrad else results_of(source)
+        narrow = found[output_nr] if output_nr < len(found) else made
+        if narrow.dtype in _16_BITS and narrow.device == made.device:
             x = Stored(result.detach().to(narrow.dtype), region.hooks, region)
     return None if x is None else (partial(Tensor.to, device=made.device, dtype=made.dtype), (x,))
 
@@ -110,7 +109,7 @@ def _max_pool(region: Region, node: Any, result: Tensor | None) -> Replay | None
     if x is None:
         return None
     names = "kernel_size", "stride", "padding", "dilation", "ceil_mode"
-    pool = with_options(F.max_pool2d_with_indices, node, names)
+    pool: Any = with_options(F.max_pool2d_with_indices, node, names)  # type: ignore[arg-type]  # it returns two
     if isinstance(own, Stored):
         indices = Recipe(node, lambda x: pool(x)[1], (x,), region)
         indices.dtype = torch.int64

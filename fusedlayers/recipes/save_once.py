@@ -140,5 +140,5 @@ def _gradients_are_the_same() -> bool:
 @functools.cache
 def _never_compile_hooks() -> None:
     """``torch.compiler.disable`` would add 2 us to each call of theirs."""
-    for module in ("region", "recipe", "replays", "norms", "leaves"):
+    for module in ("region", "recipe", "replays", "norms", "leaves", "masks"):
         never_compile(f"{__package__}.{module}")
