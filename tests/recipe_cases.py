@@ -119,6 +119,96 @@ def _encoder() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, 64, 0.1, activation="gelu", batch_first=True)
 
 
+class Trained(nn.Module):
+    """An activation with a trained order, in many operations, as users write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = torch.sigmoid(self.order) * 1.8 + 0.1
+        above = torch.where(x > 0, x, 1.0).pow(1 - order / 2) / torch.exp(torch.lgamma(2 - order / 2))
+        below = torch.where(x <= 0, x, 0.0)
+        return torch.where(x > 0, above, 1.76 * (torch.exp(below) - 1 + order * (torch.exp(below - 1) - 0.3)))
+
+
+class NewGELU(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.8 * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+class SpelledNorm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.rand(WIDTH) + 0.5), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.float()
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * h.to(x.dtype)
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(x, scale)
+        return scale * x * x.abs()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (dy,), (x, scale) = grads, ctx.saved_tensors
+        return 2 * dy * scale * x.abs(), (dy * x * x.abs()).sum()
+
+
+class OwnFunction(nn.Module):
+    """A node of a user's own makes its result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Squares.apply(x, self.scale)  # type: ignore[no-any-return]
+
+
+class GateOfTwo(nn.Module):
+    """It takes several arguments, one by its name, and a number."""
+
+    def forward(self, x: Tensor, power: int, *, gate: Tensor) -> Tensor:
+        return (x * torch.sigmoid(gate) + gate.sin().pow(power)) * (1 + torch.tanh(gate))
+
+
+class Noisy(nn.Module):
+    """It draws random numbers, and counts its calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)  # type: ignore[operator]
+        return x * torch.sigmoid(x + torch.rand_like(x)).exp()
+
+
+class Spelled(nn.Module):
+    """All of these between linear layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linears = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        self.norm, self.act, self.own, self.gate, self.noisy = (
+            kind() for kind in (SpelledNorm, NewGELU, OwnFunction, GateOfTwo, Noisy)
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second, third, fourth, fifth, last = self.linears
+        h = second(self.act(first(self.norm(x))))
+        h = third(self.own(self.norm(h)))
+        h = fifth(self.gate(h, 2, gate=fourth(h)))
+        return x + last(self.noisy(h))  # type: ignore[no-any-return]
+
+
 def _rows() -> Tensor:
     return torch.randn(4, 16, WIDTH)
 
@@ -140,6 +230,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "segmentation": (Segmentation, _images),
     "encoder with dropouts": (_encoder, _rows),
     "odd": (Odd, _rows),
+    "trained activations": (lambda: _convolutions(Trained), _images),
+    "spelled out": (Spelled, _rows),
 }
 
 

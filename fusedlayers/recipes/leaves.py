@@ -20,6 +20,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import math
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -330,7 +331,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _nbytes_of(node: Any) -> int:
     result = results_of(node)[0]
-    return int(result.shape.numel() * result.dtype.itemsize)
+    return math.prod(result.shape) * int(result.dtype.itemsize)
 
 
 def _random_state(tensor: Tensor) -> bytes | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..kernels.reference import packed, unpacked
-from .recipe import Hooks, Stored, Value
+from .recipe import Hooks, Recipe, Stored
 
 #: Smaller masks are saved as they are.
 LEAST_BYTES = 1 << 16
@@ -22,17 +22,19 @@ _SAMPLE = 64
 _WRITES = 2
 
 
-class Mask(Value):
+class Mask(Recipe):
     """A mask of bits, or the noise that is ``factor`` where the mask is set, and 0 elsewhere."""
+
+    made_by = "bits"
 
     def __init__(self, keep: Tensor, like: Tensor, factor: float | None, hooks: Hooks | None, region: object) -> None:
         self.region, self.version, self._factor = region, like._version, factor
-        self._shape, self._dtype = like.shape, like.dtype
+        self._shape, self.dtype, self.nbytes = like.shape, like.dtype, like.nbytes
         self.operands = (Stored(packed(keep), hooks, region),)
 
     def _make(self) -> Tensor:
         keep = unpacked(self.operands[0].get(), self._shape)
-        return keep if self._factor is None else keep.to(self._dtype).mul_(self._factor)
+        return keep if self._factor is None else keep.to(self.dtype).mul_(self._factor)
 
 
 def mask_of(tensor: Tensor, hooks: Hooks | None, region: object) -> Mask | None:
