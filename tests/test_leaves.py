@@ -123,7 +123,7 @@ def test_the_result_of_a_function_of_a_users_is_not_saved(x: Tensor) -> None:
 
 
 def test_attributes_are_as_they_were(x: Tensor) -> None:
-    """Also those that the module, or others, have changed since; a call that counts itself is run again as that call."""
+    """Also those that the module, or others, have changed since."""
 
     def count(leaf: Counted, x: Tensor) -> Tensor:
         leaf.shift += 1

@@ -331,7 +331,7 @@ def _storage(tensor: Tensor) -> int:
 
 def _nbytes_of(node: Any) -> int:
     result = results_of(node)[0]
-    return math.prod(result.shape) * int(result.dtype.itemsize)
+    return int(math.prod(result.shape) * result.dtype.itemsize)
 
 
 def _random_state(tensor: Tensor) -> bytes | None:

@@ -36,7 +36,7 @@ def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
     if 0 in strides:  # expanded: its elements share their memory, and cannot be written one by one
         for dim, stride in enumerate(strides):
             tensor = tensor if stride else tensor.narrow(dim, 0, min(1, sizes[dim]))
-        return laid_out(tensor, (tensor.size(), strides)).expand(sizes)
+        return laid_out(tensor, (tensor.size(), tuple(stride or 1 for stride in strides))).expand(sizes)
     return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
