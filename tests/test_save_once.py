@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,10 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
-from fusedlayers.recipes import region, replays
+from fusedlayers.recipes import recipe, region, replays
 from fusedlayers.recipes.fuse_report import count
 from fusedlayers.recipes.recipe import Recipe, Stored
+from fusedlayers.recipes.save_once import current_region
 from fusedlayers.utils.autograd_graph import nodes_of, saved_by
 from fusedlayers.utils.storages import sizes_of, tensors_in
 
@@ -798,6 +800,38 @@ def test_a_faked_graph_of_cudas_autocast() -> None:
         found.append([*torch.autograd.grad(y.sum(), [*linear.parameters()])])
     assert all(map(are_equal, *found))
     assert ("ToCopyBackward0", ("PowBackward0",)) in {(spared.made_by, spared.read_by) for spared in kept}
+
+
+def test_a_dropout_of_cudas_is_scaled_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its kernel divides in float32; what is called is seen on a CPU."""
+    norm, x = nn.LayerNorm(64), torch.randn(32, 64)
+    results_of = replays.results_of
+    for kind, scale in (("cuda", 1.1764705181121826), ("cpu", 1 / 0.85)):
+        place = SimpleNamespace(device=torch.device(kind), dtype=torch.float32, shape=(32, 64))
+        monkeypatch.setattr(replays, "results_of", lambda node, place=place: [place])
+        with cases.recipes(norm):
+            y, mask = torch.native_dropout(norm(x), 0.15, True)
+            node: Any = y.grad_fn
+            current: Any = current_region()
+            assert mask.dtype is torch.bool
+            function, _ = replays.REPLAYS["NativeDropoutBackward0"](current, node, y)  # type: ignore[misc]
+        assert function.keywords["scale"] == scale  # type: ignore[attr-defined]
+    monkeypatch.setattr(replays, "results_of", results_of)
+
+
+def test_a_value_is_made_anew_for_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    for streams, runs in (([0, 0, 0], 1), ([0, 7, 0], 2)):
+        made: list[int] = []
+        found = iter(streams)
+        monkeypatch.setattr(recipe, "stream_of", lambda tensor, found=found: next(found, 0))
+        value = Recipe.__new__(Recipe)
+        value._make = lambda made=made: made.append(1) or torch.ones(2)  # type: ignore[method-assign, func-returns-value]
+        value.readers = 3
+        x = torch.ones(2, requires_grad=True)
+        y = x * 1
+        y.register_hook(lambda dy, value=value: (value.get(), value.get(), value.get())[0])
+        y.sum().backward()
+        assert len(made) == runs
 
 
 # --- host ------------------------------------------------------------------------------------------------------------

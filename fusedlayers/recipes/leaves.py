@@ -44,7 +44,7 @@ from .._torch import (
 )
 from ..ops.saved_buffers import EDITED
 from ..validation import PLAIN_TYPES
-from .recipe import Recipe, Stored, Value, View, laid_out
+from .recipe import Recipe, Stored, Value, View, laid_out, stream_of
 
 if TYPE_CHECKING:
     from .region import Region
@@ -228,7 +228,10 @@ class Frame(Value):
             queue_callback(functools.partial(_forget, weakref.ref(self)))
         if number not in self._made:
             self._made |= self._run({number, *+self._readers_left})
+            self._stream = stream_of(self._made[number])
         tensor = self._made[number]
+        if stream_of(tensor) != self._stream:  # it may not be there yet for this reader's stream
+            return self._run({number})[number]
         self._readers_left[number] -= 1
         if self._readers_left[number] <= 0:
             del self._made[number]

@@ -138,12 +138,14 @@ def _batch_norm(node: Any, eps: float) -> Callable[..., Tensor] | None:
 
 
 def _of_batch(eps: float, x: Tensor, weight: Any = None, bias: Any = None, **statistics: Tensor) -> Tensor:
-    """A batch norm by the statistics that the node has saved, on CPUs; elsewhere by those of the batch, which are not
-    counted again."""
+    """A batch norm by the statistics that the node has saved, or by those of the batch, which are not counted again."""
     layouts = torch.contiguous_format, torch.channels_last, torch.channels_last_3d
     is_dense = any(
         x.is_contiguous(memory_format=layout) for layout in layouts
     )  # else the kernel computes another thing
+    if statistics and x.is_cuda:  # in training it ends in this kernel
+        mean, inverse_std = statistics.values()
+        return torch.batch_norm_elemt(x, weight, bias, mean, inverse_std, eps)
     if statistics and x.is_cpu and is_dense and all(t is None or t.is_contiguous() for t in (weight, bias)):
         return _by_statistics(x, weight, bias, *statistics.values())
     return torch.batch_norm(x, weight, bias, None, None, True, 0.0, eps, torch.backends.cudnn.enabled)

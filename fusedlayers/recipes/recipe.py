@@ -28,6 +28,11 @@ Layout = tuple[torch.Size, tuple[int, ...]]
 """Sizes and strides."""
 
 
+def stream_of(tensor: Tensor) -> int:
+    """The current stream of a tensor's GPU; 0 is the default one, and that of a CPU."""
+    return int(torch.cuda.current_stream(tensor.device).cuda_stream) if tensor.is_cuda else 0
+
+
 def laid_out(tensor: Tensor, layout: Layout | None) -> Tensor:
     """The tensor, or a copy that is laid out in this way."""
     if layout is None or (tensor.size(), tensor.stride()) == layout:
@@ -65,6 +70,7 @@ class Value:
     cloned = -1
     _pass = -1
     _left = 0
+    _stream = 0
     _tensor: Tensor | None = None
 
     def __init__(self, region: object) -> None:
@@ -87,10 +93,12 @@ class Value:
             self._pass, self._left, self._tensor = current, self.readers, None
             # By a weak reference: the operands are freed with the readers, and not at the end of the pass.
             queue_callback(functools.partial(_drop, weakref.ref(self)))
-        tensor = self._tensor
+        tensor, self._left = self._tensor, self._left - 1
         if tensor is None:
             tensor = self._make()
-        self._left -= 1
+            self._stream = stream_of(tensor)
+        elif self._stream != stream_of(tensor):  # it may not be there yet for this reader's stream
+            return self._make()
         self._tensor = tensor if self._left > 0 else None
         return tensor
 
@@ -208,6 +216,8 @@ class Recipe(Value):
             with torch.no_grad():
                 return self._make()
         given = [value.recorded() for value in self.operands]
+        for tensor in given if stream_of(given[0]) else ():  # its memory is free again when this stream has read it
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
         # Memory that is taken anew is zeroed page by page: 1.7 ms for 25 MB of relu, .5 over its operand.
         first = self.operands[0]
         is_new = (

@@ -125,8 +125,11 @@ def _dropout(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     p = saved_number(node, "p")
     if x is None or mask is None or p >= 1:
         return None
-    # What it computes of a gradient is what forward computes of x: both times the mask, times the scale.
-    return partial(aten.native_dropout_backward, scale=1.0 / (1.0 - p)), (x, mask)
+    # What it computes of a gradient is what forward computes of x: both times the mask, times the scale. CUDA's kernel
+    # divides in float32: at p = .15 the quotient in float64, rounded, is another number.
+    is_cuda = results_of(node)[0].device.type == "cuda"
+    scale = float(torch.tensor(1.0 - p, dtype=torch.float32).reciprocal_()) if is_cuda else 1.0 / (1.0 - p)
+    return partial(aten.native_dropout_backward, scale=scale), (x, mask)
 
 
 def _pad(region: Region, node: Any, result: Tensor | None) -> Replay | None:
