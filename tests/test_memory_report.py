@@ -260,6 +260,24 @@ def test_of_a_fused_model_all_that_is_saved_is_listed(exact: bool, x: Tensor) ->
 
 
 @compiles
+def test_of_a_fused_model_what_only_recipes_and_checkpoints_hold_is_listed(x: Tensor) -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(IN, IN) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.a(x)
+            dropped = z.sin()  # which saves z
+            y = self.b(-z)
+            del dropped
+            return checkpoint(self.c, y, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model = Dropping()
+    fl.fuse(model, exact=True)
+    assert fl.memory_report(model, x).saved_bytes == saved_bytes(model, x, exclude=x) == 2 * x.nbytes
+
+
 def test_compiled_code_is_one_operation_of_the_module_around_it(x: Tensor) -> None:
     torch._dynamo.reset()
     inner, plain = torch.compile(mlp(), backend="aot_eager"), nn.Sequential(mlp())
