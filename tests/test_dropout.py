@@ -30,11 +30,6 @@ each_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 each_p = pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def _ours(z: Tensor, activation: Any, p: float, **options: Any) -> Tensor:
     torch.manual_seed(7)
     return fl.bias_act(z, None, activation, dropout=p, **options)

@@ -69,9 +69,8 @@ every_kind_saved = pytest.mark.parametrize(("kind", "save"), KINDS_SAVED, ids=st
 
 
 @pytest.fixture(autouse=True)
-def seeded(monkeypatch: pytest.MonkeyPatch) -> None:
+def little_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks are cut into chunks too."""
-    torch.manual_seed(0)
     monkeypatch.setattr(mlp_forward, "LEAST_ROWS", 8)
 
 
