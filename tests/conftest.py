@@ -39,7 +39,7 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
 
 
 @pytest.fixture(autouse=True)
-def seeded(request: pytest.FixtureRequest) -> None:
+def numbers_follow_from_the_name(request: pytest.FixtureRequest) -> None:
     """What a test draws follows from its own name: it fails always or never, alone and among others."""
     settings.seed(request.node.nodeid)
 

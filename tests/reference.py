@@ -1,7 +1,7 @@
 """The layers as eager PyTorch writes them: what the library replaces, and what tests and benchmarks compare with."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -161,6 +161,14 @@ def gradients(y: Tensor, dy: Tensor, *sources: Tensor | None) -> list[Tensor]:
 def relative(a: Tensor, b: Tensor) -> float:
     a, b = a.detach().double(), b.detach()
     return float((a - b).norm() / b.norm().clamp_min(1e-30))
+
+
+def assert_near(found: Iterable[Tensor], expected: Iterable[Tensor], times: float = 1.0) -> None:
+    """By norms, within so many times what a folded derivative may err by: numbers next to a fold, and sums that cancel,
+    err more."""
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype is b.dtype and a.shape == b.shape
+        assert relative(a, b.double()) <= times * FOLDED_TOLERANCE[a.dtype]
 
 
 def compare(

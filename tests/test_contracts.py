@@ -21,6 +21,7 @@ from conftest import Switch
 from gpu import DEVICE, INTERPRETER_WARNINGS
 from pairs import covering
 from plans import plans_of
+from reference import assert_near
 from subjects import ACTIVATIONS, FLOOR, SUBJECTS, Twins, assert_as_exact, living_bytes
 from torch import Tensor, nn
 from torch.autograd import forward_ad
@@ -231,7 +232,7 @@ def test_several_uses(name: str, activation: str, save: str) -> None:
         y = call(x)
         (y.sum() + (y * call(2 * x)).sum()).backward()
         results.append([source.grad for source in (x, *twins.sources)])
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+    assert_near(*results, 10)
 
 
 @every
@@ -361,7 +362,7 @@ def test_frozen_parts(name: str, activation: str, save: str) -> None:
             results.append([y.detach(), *(part.grad for part in sources if part.grad is not None)])
             for part in sources:
                 part.grad = None
-        torch.testing.assert_close(*results, rtol=1e-4, atol=1e-4)
+        assert_near(*results, 10)
         exclude = [x, twins.own, *twins.sources]
         kept, eagers = (saved_bytes(call, x, exclude=exclude) for call in (twins.own, twins.eager))
         # As above: of an activation alone eager saves the input. A block whose layers are called one by one saves both
@@ -494,7 +495,7 @@ def test_threads(name: str, activation: str, save: str) -> None:
         thread.join()
     for place, wanted in enumerate(expected):
         for gradients in found[place]:
-            torch.testing.assert_close(gradients, wanted, rtol=1e-5, atol=1e-5)
+            assert_near(gradients, wanted)
 
 
 # --- autocast, transforms, compilers ----------------------------------------------------------------------------------

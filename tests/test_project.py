@@ -3,6 +3,7 @@ exists, and agree with one another."""
 
 import ast
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import settings
+import torch
 
 import fusedlayers as fl
 from bench.__main__ import COMMANDS
@@ -94,6 +98,20 @@ def test_hooks_run_the_tools_that_the_tests_install() -> None:
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+WHILE_IMPORTED = drawn()
+
+
+def test_random_numbers_follow_from_the_names_of_tests_and_modules(request: pytest.FixtureRequest) -> None:
+    found = [drawn(), WHILE_IMPORTED]
+    for node, numbers in zip((request.node, request.node.parent), found, strict=True):
+        settings.seed(node.nodeid)
+        assert numbers == drawn()
 
 
 def returns_before_checks(path: Path) -> Iterator[str]:

@@ -224,6 +224,7 @@ def _networks(net: Any) -> nn.Module:
 
 
 def _blocks() -> list[nn.Module]:
+    torch.manual_seed(0)  # they are the same in all processes
     return [nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(6)]
 
 
