@@ -245,8 +245,10 @@ class Twins(NamedTuple):
         """Whether it is a model of PyTorch's modules, which ``save`` says nothing of."""
         return self.name.startswith("block")
 
-    def input(self, *, trains: bool = True, seed: int = 0) -> Tensor:
-        x = torch.randn(self.subject.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    def input(self, *, trains: bool = True, seed: int = 0, times: int = 1) -> Tensor:
+        """The same at every call; of so many ``times`` the batch."""
+        batch, *rest = self.subject.shape
+        x = torch.randn(times * batch, *rest, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return x.to(self.device, self.dtype).requires_grad_(trains)
 
     def gradients(self, call: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:

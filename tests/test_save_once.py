@@ -841,10 +841,9 @@ class ReadBehindANorm(nn.Module):
         return (y.float() * y.float().detach().requires_grad_()).sum() + (y.square().float()).sum()
 
 
-@pytest.mark.parametrize("name", NODES)
+# Without what is made of a weight, and of a product.
+@pytest.mark.parametrize("name", [name for name in NODES if name not in ("RepeatBackward0", "UnsafeViewBackward0")])
 def test_rows_replay(name: str) -> None:
-    if name in ("RepeatBackward0", "UnsafeViewBackward0"):  # of a weight; of what a product makes
-        return
     found = []
     model, x = ReadBehindANorm(NODES[name][0]), torch.randn(2, 4, 6, 6)
     for enter in (cases.eager, cases.recipes):
