@@ -24,9 +24,9 @@ from ..activations import upcast
 from ..kernels import GradientRequest
 from ..kernels.operations import Recompute
 from ..utils.caching import in_clean_state
-from ..utils.layout import along, operand_along, sum_along
+from ..utils.layout import along, sum_along
 from .saved_buffers import expected_from_hooks, saved_output, take_over
-from .second_derivatives import SavedOutput, gradients_through, needs_composite
+from .second_derivatives import SavedOutput, activated, gradients_through, needs_composite
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -131,12 +131,7 @@ def _from_input(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[
         z = _recomputed(Origin(x, w, operation_b, ctx.recompute), b, residual, plan.dim)
         is_own = z is not x
     if needs_composite(dy):
-
-        def function(z: Tensor, *operands: Tensor) -> Tensor:  # in float32 or wider
-            given = [operand_along(upcast(p), plan.dim, z.dim()) for p in operands]
-            y: Tensor = plan.activation.function(upcast(z), *given) if given else plan.activation.plain(upcast(z))
-            return y
-
+        function = lambda z, *operands: activated(plan.activation, z, operands, plan.dim)
         dz, *dp = gradients_through(function, (z, *operands), (True, *needs), upcast(dy))
         return [dz, sum_along(dz, plan.dim) if needs_b else None, *dp]
     request = GradientRequest("input", is_own, needs_b, tuple(needs))

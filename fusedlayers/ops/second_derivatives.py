@@ -25,7 +25,7 @@ from torch.autograd import Function
 from .. import _torch
 from ..activations import Activation, upcast
 from ..kernels import Backend, GradientRequest, reference
-from ..utils.layout import laid_out_as, sum_along
+from ..utils.layout import laid_out_as, operand_along, sum_along
 
 _FROM_OUTPUT = GradientRequest("output", False, False)
 
@@ -56,6 +56,13 @@ def gradients_through(
         wanted = [t for t, need in zip(own, needs, strict=True) if need and t is not None]
         found = iter(torch.autograd.grad(function(*own), wanted, dy, create_graph=again) if wanted else ())
     return [next(found) if need else None for need in needs]
+
+
+def activated(activation: Activation, z: Tensor, operands: Sequence[Tensor], dim: int) -> Tensor:
+    """``f(z, *operands)`` in float32 or wider, in operations that autograd can differentiate; operands along ``dim``."""
+    given = [operand_along(upcast(p), dim, z.dim()) for p in operands]
+    y: Tensor = activation.function(upcast(z), *given) if given else activation.plain(upcast(z))
+    return y
 
 
 # --- from the output --------------------------------------------------------------------------------------------------
@@ -102,7 +109,9 @@ class SavedOutput(NamedTuple):
         with torch.no_grad():
             wide = upcast(y)
             z = self.activation.input_given_output(wide * kept, y.dtype, self.activation.marked(wide, y.dtype))
-            z = z.clamp(-1e9, 1e9)  # f' of an infinite input may be infinity / infinity
+            # An output that was rounded past the function's limit has no input, and counts as that limit. f' of an
+            # infinite input may be infinity / infinity.
+            z = torch.where(z.isnan(), wide.sign() * 1e9, z).clamp(-1e9, 1e9)
         with torch.enable_grad():
             z = _AtPlace.apply(z, self.dim, *self.places) if torch.is_grad_enabled() else z
             z = z if z.requires_grad else z.requires_grad_()
