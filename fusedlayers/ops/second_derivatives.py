@@ -59,7 +59,7 @@ def gradients_through(
 
 
 def activated(activation: Activation, z: Tensor, operands: Sequence[Tensor], dim: int) -> Tensor:
-    """``f(z, *operands)`` in float32 or wider, in operations that autograd can differentiate; operands along ``dim``."""
+    """``f(z, *operands)``, operands along ``dim``, in float32 or wider, in operations that autograd differentiates."""
     given = [operand_along(upcast(p), dim, z.dim()) for p in operands]
     y: Tensor = activation.function(upcast(z), *given) if given else activation.plain(upcast(z))
     return y
