@@ -51,7 +51,7 @@ class ActDropout(Node):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         activation, backend, _, _, p = ctx.saved
-        saved = [saved_output(ctx, "dropout", activation)]
+        saved = saved_output(ctx, "dropout", activation)
         if needs_composite(dy):
             return ctx.saved.differentiable(dy, saved[0]), None, None, None, None
         (may_overwrite,) = take_over(ctx, saved)
