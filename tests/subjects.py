@@ -178,8 +178,25 @@ class Swish(nn.Module):
         return z * torch.sigmoid(self.beta * z)
 
 
-#: Saved by their output, by a folded one, by their input; a user's own, with trainable tensors too; left to PyTorch;
-#: none at all.
+class TrainedELU(nn.Module):
+    """Reads a trainable tensor, and states its derivative in terms of its output."""
+
+    def __init__(self, *channels: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full(channels, 0.5))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return torch.where(z > 0, z, self.alpha * torch.expm1(z))
+
+    def derivative_given_output(self, y: Tensor) -> Tensor:
+        return torch.where(y > 0, 1.0, y + self.alpha)
+
+    def input_given_output(self, y: Tensor) -> Tensor:
+        return torch.where(y > 0, y, torch.log1p(y.clamp(max=0) / self.alpha))
+
+
+#: Saved by their output, by a folded one, by their input; a user's own, with trainable tensors too, by its input and by
+#: its output; left to PyTorch; none at all.
 ACTIVATIONS: dict[str, Callable[[], Any]] = {
     "tanh": lambda: "tanh",
     "elu": nn.ELU,
@@ -189,6 +206,7 @@ ACTIVATIONS: dict[str, Callable[[], Any]] = {
     "sine": lambda: torch.sin,
     "prelu": nn.PReLU,
     "swish": Swish,
+    "trained elu": TrainedELU,
     "softmax": lambda: nn.Softmax(-1),
     "none": lambda: None,
 }

@@ -533,6 +533,28 @@ def test_nan_where_eager_has_it_and_nowhere_else(activation: Activation, dtype: 
 
 
 @every_float
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("activation", [*TABLE, *(table.bound(n, {"alpha": 0.3}) for n in ("elu", "celu"))], ids=str)
+def test_second_derivatives_where_outputs_are_at_their_limit(
+    activation: Activation, dtype: torch.dtype, dropout: float
+) -> None:
+    """0.3 is rounded up to 16 bits, and a dropout's factor and its inverse may move any limit."""
+    ends = torch.logspace(1.5, 4, 50)
+    z, found = torch.cat([ends, -ends, torch.linspace(-24, 24, 1001)]).to(dtype).requires_grad_(), []
+    for call in (
+        lambda: fl.bias_act(z, None, activation, dropout=dropout, save="output"),
+        lambda: F.dropout(activation.plain(z), dropout),
+    ):
+        torch.manual_seed(0)
+        (slope,) = torch.autograd.grad(call().float().sum(), z, create_graph=True)
+        second = torch.autograd.grad(slope.float().sum(), z)[0] if slope.requires_grad else torch.zeros_like(z)
+        found.append(torch.where(second.isfinite(), second, torch.nan))
+    ours, eager = (torch.where(found[1].isnan(), 0.0, second) for second in found)
+    assert bool(ours.isfinite().all())
+    torch.testing.assert_close(ours[:100], eager[:100], rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+@every_float
 @every_folded
 def test_the_tail_is_flat(activation: Activation, dtype: torch.dtype) -> None:
     z = torch.tensor([-100.0, -200.0, -1e4], dtype=dtype)

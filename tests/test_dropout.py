@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import assert_near, derivative
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
@@ -254,6 +254,15 @@ def test_kinks_are_not_crossed() -> None:
         x = torch.full((40, 300), 3.0, dtype=dtype, requires_grad=True)
         calls = _ours(x, "hardswish", 0.1), _eager(x, "hardswish", 0.1)
         torch.testing.assert_close(*(torch.autograd.grad(y.sum(), x)[0] for y in calls))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_a_function_of_which_only_16_bit_outputs_tell_the_derivative(dtype: torch.dtype) -> None:
+    x = _z(dtype).requires_grad_()
+    assert "saves the output" in repr(fl.FusedDenseAct(8, 8, nn.Tanhshrink(), dtype=dtype))
+    calls = _ours(x, nn.Tanhshrink(), 0.1), _eager(x, nn.Tanhshrink(), 0.1)
+    found, expected = (torch.autograd.grad(y.sum(), x)[0] for y in calls)
+    torch.testing.assert_close(found, expected, rtol=0, atol=8 * torch.finfo(dtype).eps)
 
 
 @each_dtype

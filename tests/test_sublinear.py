@@ -67,6 +67,17 @@ def test_what_a_forward_pass_without_a_backward_pass_leaves() -> None:
         assert all(parameter.grad is not None for parameter in call.parameters())
 
 
+def test_forward_passes_before_one_backward_pass() -> None:
+    """A larger input makes the container measure its children anew, while graphs of batch norms wait."""
+    plain, net = twins(blocks())
+    inputs = [torch.randn(size, 8) for size in (16, 8, 64)]
+    for module in (plain, net):
+        torch.manual_seed(1)
+        torch.stack([module(x).square().sum() for x in inputs]).sum().backward()
+    same([p.grad for p in net.parameters()], [p.grad for p in plain.parameters()])
+    same(list(net.buffers()), list(plain.buffers()))
+
+
 def test_recomputation_is_switched_off_and_on() -> None:
     plain, net = twins(blocks())
     x = rows()

@@ -16,6 +16,7 @@ from conftest import SPLITS, Switch
 from gpu import DEVICE, DTYPES, INTERPRETED, INTERPRETER_WARNINGS
 from literature import PUBLISHED, Published
 from reference import assert_as_good_as_torch, ulp
+from subjects import TrainedELU
 from torch import Tensor
 
 import fusedlayers as fl
@@ -186,6 +187,20 @@ def test_gradients_that_nobody_needs_are_left_out(shape: tuple[int, ...], dim: i
         for ours, full, unit in zip(some, every, units, strict=True):
             if ours is not None and full is not None:
                 assert torch.equal(ours, full) or bool(((ours - full).abs() <= unit).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", [(), (31,)], ids=str)
+def test_gradients_from_a_stated_derivative(on_triton: Switch, channels: tuple[int, ...], dtype: torch.dtype) -> None:
+    module = TrainedELU(*channels).to(DEVICE, dtype)
+    z, dy = normal(19, 31, dtype=dtype).requires_grad_(), normal(19, 31, dtype=dtype, seed=1)
+    found = []
+    for is_on in (True, False):
+        on_triton(is_on)
+        y = fl.bias_act(z, None, module, save="output")
+        found.append([y.detach(), *torch.autograd.grad(y, [z, module.alpha], dy)])
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(*found, rtol=4 * unit, atol=16 * unit)
 
 
 # --- functions from the literature ------------------------------------------------------------------------------------
