@@ -213,6 +213,16 @@ saved_tensors_hooks_are_enabled: Callable[[], bool] = _private(
 if len(LACKING) > _before:
     saved_tensors_hooks_are_enabled = _never
 
+
+def own_hook(hooks: Any, function: Callable[..., Any], *arguments: Any) -> functools.partial[Any]:
+    """The pack hook ``function(*arguments, tensor)``, which torch's selective checkpoints take for one of their own:
+    what they save bypasses it, and goes to ``hooks``, the pair below it. From torch 2.14 on they warn of other hooks.
+    A partial calls the function in C."""
+    hook: Any = functools.partial(function, *arguments)
+    hook._checkpoint_internal, hook._user_hooks = True, hooks
+    return hook  # type: ignore[no-any-return]
+
+
 #: () -> bool: whether the backward pass that is running keeps its graph (``retain_graph``).
 graph_is_kept: Callable[[], bool] = _private(
     "torch:_C._autograd._get_current_graph_task_keep_graph", "backward overwrites no buffer", _always, _returns(bool)
@@ -261,6 +271,8 @@ SAVED = "_saved_"
 ALL_RAW_SAVED = "_raw_saved_tensors"
 #: The class of a Function's node.
 FORWARD_CLASS = "_forward_cls"
+#: What FSDP's first version gives the parameter that others are views of.
+FLAT_PARAMETER = "_is_flat_param"
 #: (node) -> int: its number, by which nodes are ordered.
 number_of: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 #: (node) -> the shapes, dtypes and devices of its results.

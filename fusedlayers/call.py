@@ -264,7 +264,7 @@ def _fused(plan: Plan, call: Call) -> Tensor:
             None if kernel_b is None or not kernel_b.requires_grad else place_of(kernel_b),
             None if residual is None or not residual.requires_grad else place_of(residual),
         )
-        y = BiasAct.apply(plan, z, kernel_b, residual, None)
+        y = BiasAct.apply(plan, z, kernel_b, residual, None, *operands)
         node: Any = y.grad_fn
         node.places = places
     return operation.unflattened(y, given) if plan.flattens else y

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import backward_pass, dynamo_is_loaded, refuses_hooks, storage_id
+from ._torch import backward_pass, dynamo_is_loaded, own_hook, refuses_hooks, storage_id
 from .ops.saved_buffers import unedited
 from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
 from .utils.storages import sizes_of, strided_parts, tensors_in
@@ -60,7 +60,8 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     given = list(tensors_in((function, args)))
     ledger = _Ledger(given, excluded)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(_not_compiled(ledger.pack), _not_compiled(ledger.unpack)):
+        pack = own_hook(None, _not_compiled(ledger.pack))
+        with torch.autograd.graph.saved_tensors_hooks(pack, _not_compiled(ledger.unpack)):
             result = function(*args)
         return ledger.total_bytes(result)
     except RuntimeError as error:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import settings
 import slow
 import torch
 
@@ -32,13 +33,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     slow.mark(items)
 
 
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    """What a module draws while it is imported follows from its own name."""
+    settings.seed(collector.nodeid)
+
+
+@pytest.fixture(autouse=True)
+def numbers_follow_from_the_name(request: pytest.FixtureRequest) -> None:
+    """What a test draws follows from its own name: it fails always or never, alone and among others."""
+    settings.seed(request.node.nodeid)
+
+
 @pytest.fixture(autouse=True, scope="session")
-def little_is_fused() -> None:
-    """Tests compute little, which PyTorch would compute: here it computes only results of less than 1 KiB."""
+def little_is_fused() -> dict[str, int]:
+    return settings.fuse_little()
+
+
+@pytest.fixture
+def sizes_that_ship(little_is_fused: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """All limits are those of users, those that the module's tests lower too."""
     from fusedlayers import sizes
 
-    sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = sizes.GPU_MEDIUM_BYTES = sizes.SPELLED_NORM_BYTES = 1 << 10
-    sizes.GPU_BYTES = 0
+    monkeypatch.undo()
+    for name, size in little_is_fused.items():
+        monkeypatch.setattr(sizes, name, size)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 import warnings
 from collections.abc import Callable
@@ -9,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import settings
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-from fusedlayers import sizes
 
 #: What waits for a process that does something else waits for ever. The tests take a tenth of it.
 TIMEOUT_S = 300
@@ -34,8 +34,9 @@ def results(work: Work, count: int, folder: Path, timeout_s: float = TIMEOUT_S) 
 
 
 def _in_process(rank: int, work: Work, count: int, folder: str) -> None:
-    torch.set_num_threads(1)  # tests/conftest.py says why, and of results of less than 1 KiB
-    sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = sizes.LAYER_NORM_BYTES = 1 << 10
+    torch.set_num_threads(1)  # tests/conftest.py says why
+    settings.fuse_little()
+    settings.seed(os.environ["PYTEST_CURRENT_TEST"])
     warnings.filterwarnings("error", module=r"fusedlayers\.")  # pytest sees none of this process's
     dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     torch.save(work(rank, count), Path(folder) / f"{rank}.pt")

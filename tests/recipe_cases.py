@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import fusedlayers as fl
 from fusedlayers.recipes.patch import patch_of
@@ -296,11 +297,20 @@ def _under(hooks: Callable[[], AbstractContextManager[Any]]) -> Context:
     return train
 
 
-def _checkpoint_inside(reentrant: bool) -> Context:
+#: torch's selective checkpoint, which keeps the results of products.
+SELECTIVE: dict[str, Any] = {
+    "context_fn": partial(
+        create_selective_checkpoint_contexts,
+        [torch.ops.aten.addmm.default, torch.ops.aten.mm.default, torch.ops.aten.convolution.default],
+    )
+}
+
+
+def _checkpoint_inside(reentrant: bool, **options: Any) -> Context:
     def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
         x.requires_grad_()
         with enter(model):
-            y = checkpoint(model, x * 1, use_reentrant=reentrant)
+            y = checkpoint(model, x * 1, use_reentrant=reentrant, **options)
             y = F.silu(y) * y
         y.square().mean().backward()
         return [y, x.grad]  # type: ignore[list-item]
@@ -308,14 +318,14 @@ def _checkpoint_inside(reentrant: bool) -> Context:
     return train
 
 
-def _checkpoint_around(reentrant: bool) -> Context:
+def _checkpoint_around(reentrant: bool, **options: Any) -> Context:
     def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
         def run(x: Tensor) -> Tensor:
             with enter(model):
                 return model(x)  # type: ignore[no-any-return]
 
         x.requires_grad_()
-        y = checkpoint(run, x * 1, use_reentrant=reentrant)
+        y = checkpoint(run, x * 1, use_reentrant=reentrant, **options)
         y.square().mean().backward()
         return [y, x.grad]
 
@@ -457,6 +467,8 @@ CONTEXTS: dict[str, Context] = {
     "reentrant checkpoint inside": _checkpoint_inside(True),
     "checkpoint around": _checkpoint_around(False),
     "reentrant checkpoint around": _checkpoint_around(True),
+    "selective checkpoint inside": _checkpoint_inside(False, **SELECTIVE),
+    "selective checkpoint around": _checkpoint_around(False, **SELECTIVE),
     "checkpoints across": _checkpoints_across,
     "backward twice": _twice,
     "penalty": _penalty(False),

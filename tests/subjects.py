@@ -178,8 +178,25 @@ class Swish(nn.Module):
         return z * torch.sigmoid(self.beta * z)
 
 
-#: Saved by their output, by a folded one, by their input; a user's own, with trainable tensors too; left to PyTorch;
-#: none at all.
+class TrainedELU(nn.Module):
+    """Reads a trainable tensor, and states its derivative in terms of its output."""
+
+    def __init__(self, *channels: int) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.full(channels, 0.5))
+
+    def forward(self, z: Tensor) -> Tensor:
+        return torch.where(z > 0, z, self.alpha * torch.expm1(z))
+
+    def derivative_given_output(self, y: Tensor) -> Tensor:
+        return torch.where(y > 0, 1.0, y + self.alpha)
+
+    def input_given_output(self, y: Tensor) -> Tensor:
+        return torch.where(y > 0, y, torch.log1p(y.clamp(max=0) / self.alpha))
+
+
+#: Saved by their output, by a folded one, by their input; a user's own, with trainable tensors too, by its input and by
+#: its output; left to PyTorch; none at all.
 ACTIVATIONS: dict[str, Callable[[], Any]] = {
     "tanh": lambda: "tanh",
     "elu": nn.ELU,
@@ -189,6 +206,7 @@ ACTIVATIONS: dict[str, Callable[[], Any]] = {
     "sine": lambda: torch.sin,
     "prelu": nn.PReLU,
     "swish": Swish,
+    "trained elu": TrainedELU,
     "softmax": lambda: nn.Softmax(-1),
     "none": lambda: None,
 }
@@ -245,8 +263,10 @@ class Twins(NamedTuple):
         """Whether it is a model of PyTorch's modules, which ``save`` says nothing of."""
         return self.name.startswith("block")
 
-    def input(self, *, trains: bool = True, seed: int = 0) -> Tensor:
-        x = torch.randn(self.subject.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    def input(self, *, trains: bool = True, seed: int = 0, times: int = 1) -> Tensor:
+        """The same at every call; of so many ``times`` the batch."""
+        batch, *rest = self.subject.shape
+        x = torch.randn(times * batch, *rest, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         return x.to(self.device, self.dtype).requires_grad_(trains)
 
     def gradients(self, call: Callable[[Tensor], Tensor], x: Tensor, dy: Tensor) -> list[Tensor]:

@@ -23,10 +23,12 @@ from fusedlayers.ops.replayed_nodes import gate_act
 
 TABLE = [row.bind() for row in definitions()]
 FOLDED = [a for a in TABLE if a.is_folded]
-every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
+CURVES = [a for a in TABLE if not a.is_identity]
+every_curve = pytest.mark.parametrize("activation", CURVES, ids=str)
 every_folded = pytest.mark.parametrize("activation", FOLDED, ids=str)
 every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
 @functools.cache
@@ -36,11 +38,6 @@ def _inputs() -> Tensor:
     sizes = torch.logspace(-44.8, 38.5, 40_001, dtype=torch.float64).float()
     special = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, -math.nan])
     return torch.cat([torch.linspace(-16, 16, 200_001), *near, sizes, -sizes, special])
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 # --- the backend as autograd uses it ----------------------------------------------------------------------------------
@@ -71,12 +68,13 @@ def _gradient(
     return dz, db
 
 
-@every_activation
-@every_dtype
-@pytest.mark.parametrize("given", ["output", "input"])
+@pytest.mark.parametrize(
+    ("activation", "dtype", "given"),
+    [(a, t, given) for a in CURVES for t in DTYPES for given in ("output", "input")
+     if given == "input" or a.output_refusal(t) is None],
+    ids=str,
+)  # fmt: skip
 def test_gradient_writes_where_it_is_told(activation: Activation, dtype: torch.dtype, given: Any) -> None:
-    if activation.is_identity or (given == "output" and activation.output_refusal(dtype) is not None):
-        return
     z, dy = torch.randn(30, 40).to(dtype), torch.randn(30, 40).to(dtype)
     saved = cpu.bias_act(z, None, activation, dim=-1, encode=True, out=None) if given == "output" else z
     before, dy_before = saved.clone(), dy.clone()
@@ -147,10 +145,8 @@ def _gradient_of_output(dy: Tensor, y: Tensor, activation: Activation) -> object
 
 
 @every_half
-@every_activation
+@every_curve
 def test_tables_hold_the_function(activation: Activation, dtype: torch.dtype) -> None:
-    if activation.is_identity:
-        return
     assert activation.definition is not None
     z = all_values(dtype)
     for encode in (True, False):
@@ -167,11 +163,9 @@ def test_tables_hold_the_function(activation: Activation, dtype: torch.dtype) ->
 
 
 @every_half
-@every_activation
+@every_curve
 @pytest.mark.parametrize("given", ["output", "input"])
 def test_tables_hold_the_derivative(activation: Activation, dtype: torch.dtype, given: Any) -> None:
-    if activation.is_identity:
-        return
     saved = all_values(dtype)
     dz, _ = _gradient(torch.ones_like(saved), saved, activation, given)
     if given == "output":
@@ -236,8 +230,7 @@ def test_outputs_below_the_minimum_have_a_small_derivative(activation: Activatio
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("activation", TABLE, ids=str)
 def test_gates(activation: Activation, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    generator = torch.Generator().manual_seed(0)
-    check_gates(cpu, activation, *(3 * torch.randn(shape, generator=generator).to(dtype) for _ in range(3)))
+    check_gates(cpu, activation, *(3 * torch.randn(shape).to(dtype) for _ in range(3)))
 
 
 # --- inverses ---------------------------------------------------------------------------------------------------------
@@ -246,19 +239,23 @@ INVERTIBLE = [a for a in TABLE if a.has_inverse]
 every_invertible = pytest.mark.parametrize("activation", INVERTIBLE, ids=str)
 
 
+def _is_told(activation: Activation, y: Tensor, found: Tensor, z: Tensor) -> bool:
+    """Whether what was ``found`` from y is z, as nearly as y tells it."""
+    # An output is known to a unit or two, and at the extremum, where f' is 0, by its distance from that.
+    slope = derivative(activation.function, z).abs()
+    unit = 2.0**-23 * y.double().abs().clamp_min(2.0**-126)
+    floor = (4 * unit / 0.25).sqrt()
+    known = torch.minimum(2 * unit / slope.clamp_min(1e-30), floor.clamp_min(2e-4))
+    return bool(((found - z).double().abs() <= 2 * known + 4e-7 * z.double().abs().clamp_min(1.0)).all())
+
+
 @pytest.mark.parametrize("activation", [a for a in INVERTIBLE if a.is_folded], ids=str)
 def test_the_inverse_is_the_input_as_nearly_as_outputs_tell_it(activation: Activation) -> None:
     fold = activation.fold
     assert fold is not None
     z = torch.cat([fold.position + torch.linspace(-1, 1, 200_001), torch.linspace(-8, 30, 100_001)])
     y = activation.encoded(z, torch.float32)
-    error = (cpu.inverse(y, activation, None) - z).double().abs()
-    # An output is known to a unit or two, and at the extremum, where f' is 0, by its distance from that.
-    slope = derivative(activation.function, z).abs()
-    unit = 2.0**-23 * y.double().abs().clamp_min(2.0**-126)
-    floor = (4 * unit / 0.25).sqrt()
-    known = torch.minimum(2 * unit / slope.clamp_min(1e-30), floor.clamp_min(2e-4))
-    assert bool((error <= 2 * known + 4e-7 * z.double().abs().clamp_min(1.0)).all())
+    assert _is_told(activation, y, cpu.inverse(y, activation, None), z)
 
 
 @every_invertible
@@ -279,8 +276,7 @@ def test_the_inverse_writes_where_it_is_told(activation: Activation) -> None:
         before = y.clone()
         new = cpu.inverse(y, activation, None)
         assert torch.equal(y, before) and new.stride() == y.stride() and new.shape == y.shape
-        expected = activation.input_given_output(y, torch.float32)
-        torch.testing.assert_close(new, expected, rtol=1e-6, atol=1e-6)
+        assert _is_told(activation, y, new, z)
         other = torch.full_like(y, math.nan)
         assert cpu.inverse(y, activation, other) is other and torch.equal(other, new)
         assert cpu.inverse(y, activation, y) is y and torch.equal(y, new)

@@ -31,11 +31,6 @@ compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 5e-4}
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 @pytest.fixture
 def layer() -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.randn(s, requires_grad=True) for s in ((30, 12), (40, 12), (40,)))  # type: ignore[return-value]

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from reference import FOLDED_TOLERANCE, compare, gradients, leaves, relative
+from reference import compare, gradients, leaves, relative
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,11 +52,6 @@ CASES: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
 }
 every_case = pytest.mark.parametrize("case", CASES)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
 
 
 def _layer(case: str, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], dict[str, Any]]:
@@ -174,6 +170,8 @@ def _formats() -> Iterator[Any]:
 def test_strides_are_torchs(x: Tensor, name: str, dtype: torch.dtype, last_weight: bool) -> None:
     # Of y, and of the gradients, of which some only may be needed.
     dims = x.dim() - 2
+    # A few sums of so many products, whose roundings may cancel in eager's.
+    luck = math.sqrt(x[:, 0].numel()) / 2 * torch.finfo(dtype).eps
     for channels, kernel, frozen in itertools.product((x.shape[1], 1), (3, 1), ("w", None)):
         w, b = leaves((x.shape[1], channels, *(kernel,) * dims), x.shape[1:2], dtype=dtype)
         if last_weight and dims > 1:
@@ -186,9 +184,11 @@ def test_strides_are_torchs(x: Tensor, name: str, dtype: torch.dtype, last_weigh
                 y, expected = ours(x, w, b, name), eager(x, w, b, resolve(name).plain)
             assert y.stride() == expected.stride()
         dy = torch.randn_like(expected)
-        for a, e in zip(gradients(y, dy, x, w), gradients(expected, dy, x, w), strict=True):
+        doubles = [t.detach().double().requires_grad_(t.requires_grad) for t in (x, w, b)]
+        truths = gradients(eager(*doubles, resolve(name).function), dy.double(), *doubles[:2])
+        for a, e, truth in zip(gradients(y, dy, x, w), gradients(expected, dy, x, w), truths, strict=True):
             assert a.stride() == e.stride()
-            assert relative(a, e.double()) < FOLDED_TOLERANCE[dtype]
+            assert relative(a, truth) <= 2 * relative(e, truth) + luck
 
 
 class _Copies(TorchDispatchMode):
@@ -207,17 +207,18 @@ class _Copies(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize("shape", [(4, 16, 9, 7), (2, 16, 4, 5, 6), (4, 16, 31)], ids=str)
-@pytest.mark.parametrize("last", [True, False], ids=["channels_last", "contiguous"])
+@pytest.mark.parametrize(
+    ("shape", "layout"),
+    [(shape, layout) for shape in ((4, 16, 9, 7), (2, 16, 4, 5, 6), (4, 16, 31))
+     for layout in (torch.contiguous_format, FORMATS.get(len(shape))) if layout],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("activation", "save"),
     [("relu", "auto"), ("gelu", "auto"), ("softplus", "output"), ("gelu", "input"), (nn.PReLU(16), "auto")],
     ids=reference.label,
 )
-def test_no_format_is_copied(shape: Shape, last: bool, activation: Any, save: str) -> None:
-    if last and len(shape) not in FORMATS:
-        return
-    layout = FORMATS[len(shape)] if last else torch.contiguous_format
+def test_no_format_is_copied(shape: Shape, layout: torch.memory_format, activation: Any, save: str) -> None:
     x, w, b = leaves(shape, (16, 16, *(3,) * (len(shape) - 2)), (16,))
     x = x.detach().to(memory_format=layout).requires_grad_()
     fl.conv_bias_act(x, w, b, activation, padding=1, save=save).sum().backward()  # what is made once is made here

@@ -265,7 +265,6 @@ def _check_that_whole_state_dicts_are_plain(engine: Engine) -> None:
 
 
 def _check_that_dense_layers_are_sharded_by_rows(mesh: DeviceMesh) -> None:
-    torch.manual_seed(0)
     x, count = torch.randn(6, WIDTH), mesh.size()
     for bias, activation in product((True, False), ("gelu", nn.PReLU(1))):
         layer = fl.FusedDenseAct(WIDTH, 64, activation, bias)

@@ -2,13 +2,9 @@
 
 import doctest
 import importlib
-import random
 from pathlib import Path
 
 import pytest
-import torch
-
-from fusedlayers import sizes
 
 PACKAGE = Path(__file__).parents[1] / "fusedlayers"
 MODULES = [
@@ -18,17 +14,9 @@ MODULES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def sizes_are_those_of_users(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What ``conftest.py`` has changed."""
-    monkeypatch.setattr(sizes, "SMALL_BYTES", 512 << 10)
-    monkeypatch.setattr(sizes, "MEDIUM_BYTES", 2 << 20)
-
-
+@pytest.mark.usefixtures("sizes_that_ship")
 @pytest.mark.parametrize("name", MODULES)
 def test_examples_print_what_they_say(name: str) -> None:
-    torch.manual_seed(0)
-    random.seed(0)
     module = importlib.import_module(name)
     options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     failed, tried = doctest.testmod(module, optionflags=options)

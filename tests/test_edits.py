@@ -17,11 +17,6 @@ from fusedlayers.memory import saved_bytes
 TORCHS = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def _leaf(*shape: int) -> Tensor:
     return torch.randn(shape, requires_grad=True)
 

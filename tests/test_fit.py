@@ -64,7 +64,6 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
 
 
 def _made(name: str) -> tuple[Any, Tensor]:
-    torch.manual_seed(0)
     model, x = MODELS[name]()
     with torch.no_grad():
         model(x[:2])
@@ -224,9 +223,9 @@ def test_predictions_are_corrected_by_measurements(seed: int) -> None:
 # --- training ---------------------------------------------------------------------------------------------------------
 
 
-def _losses(model: nn.Module, x: Tensor, autocast: bool) -> list[float]:
+def _losses(model: nn.Module, x: Tensor, autocast: bool, lr: float) -> list[float]:
     torch.manual_seed(7)
-    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.005), []
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=lr), []
     for _ in range(20):
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(x).float().square().mean()
@@ -237,16 +236,19 @@ def _losses(model: nn.Module, x: Tensor, autocast: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize(("name", "autocast"), [("transformer", False), ("transformer", True), ("convolutions", False)])
-def test_losses_are_those_of_the_model_as_it_was(name: str, autocast: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "autocast", "lr"),  # a rate at which none diverges, which magnifies rounding
+    [("transformer", False, 0.005), ("transformer", True, 0.005), ("convolutions", False, 0.0005)],
+)
+def test_losses_are_those_of_the_model_as_it_was(name: str, autocast: bool, lr: float) -> None:
     model, x = _made(name)
     fitted = copy.deepcopy(model)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         report = fl.fit(fitted, x, fraction=0.5)
     assert report.recomputed and report.measured.bytes <= report.budget_bytes
     again = copy.deepcopy(fitted)
-    expected = pytest.approx(_losses(model, x, autocast), rel=0.02 if autocast else 1e-4)
-    assert _losses(fitted, x, autocast) == expected == _losses(again, x, autocast)
+    expected = pytest.approx(_losses(model, x, autocast, lr), rel=0.02 if autocast else 1e-4)
+    assert _losses(fitted, x, autocast, lr) == expected == _losses(again, x, autocast, lr)
     assert fitted.state_dict().keys() == model.state_dict().keys()
     for (name, ours), theirs in zip(fitted.named_buffers(), model.buffers(), strict=True):  # each statistic, once
         torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4, msg=name)
@@ -339,7 +341,6 @@ class Shared(nn.Module):
 
 
 def test_shared_and_checkpointed_blocks() -> None:
-    torch.manual_seed(0)
     model, x = Shared(), torch.randn(512, 64)
     report = fl.fit(model, x, fraction=0.5)
     assert report.measured.bytes <= report.budget_bytes and report.recomputed
@@ -375,7 +376,6 @@ class CachingBlock(nn.Module):
 @pytest.mark.parametrize("fraction", [0.9, 0.1])
 def test_blocks_that_are_called_with_a_cache_are_saved_once(fraction: float) -> None:
     """Their recomputation would find what the first run has left in it."""
-    torch.manual_seed(0)
     model, x = Caching(), torch.randn(256, 64)
     because = "it is called with a Cache, which it may change (use_cache=False calls it without)"
     if fraction == 0.9:
@@ -422,7 +422,6 @@ class Writing(nn.Module):
 
 
 def test_recomputations_that_change_gradients_are_refused() -> None:
-    torch.manual_seed(0)
     model, x = nn.Sequential(*(Dropping(*_mlp()) for _ in range(3))), torch.randn(512, 32)
     with pytest.raises(ValueError, match=r"fit: gradients differ where blocks are recomputed, or from run to run"):
         fl.fit(model, x, fraction=0.1)
@@ -431,13 +430,11 @@ def test_recomputations_that_change_gradients_are_refused() -> None:
 
 
 def test_recomputations_that_fail_are_refused() -> None:
-    torch.manual_seed(0)
     with pytest.raises(ValueError, match=r"fit: the model does not run with its blocks recomputed: RuntimeError: "):
         fl.fit(Writing(), torch.randn(512, 32), fraction=0.5)
 
 
 def test_a_model_without_blocks() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
     report = fl.fit(model, torch.randn(512, 64), fraction=0.7)
     assert "Nothing is recomputed: no blocks were found: children of" in str(report)

@@ -47,7 +47,6 @@ class _Residual(nn.Module):
 
 
 def _model() -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
     return nn.Sequential(_Residual(), _Residual(), _Residual()), torch.randn(128, 32)
 
 
@@ -113,7 +112,6 @@ def test_the_options_of_torch_compile(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_model_stays_as_it_was() -> None:
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Dropout(0.5), nn.Linear(64, 16))
     x = torch.randn(32, 16)
     model(x).sum().backward()

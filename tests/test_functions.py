@@ -14,12 +14,12 @@ from typing import NamedTuple
 
 import functions
 import pytest
+import settings
 import torch
 from plans import plans_of
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import sizes
 from fusedlayers.derivative.analysis import FLOAT32_ALLOWANCE, GELU_ERRORS
 from fusedlayers.derivative.branch_bit import LEAST
 from fusedlayers.derivative.features import find_features
@@ -132,7 +132,7 @@ def _compare(
 
 if __name__ == "__main__":
     logging.getLogger("fusedlayers").setLevel(logging.ERROR)
-    sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = 1 << 10  # as conftest.py has them
+    settings.fuse_little()
     first, seconds = int(sys.argv[1]), float(sys.argv[2])
     end = time.monotonic() + seconds
     for seed in itertools.count(first):

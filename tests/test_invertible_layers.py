@@ -46,7 +46,6 @@ NETWORKS: dict[str, tuple[Callable[[int], nn.Module], bool]] = {
 
 
 def coupling(kind: str, network: str, with_g: bool) -> tuple[Any, bool]:
-    torch.manual_seed(0)
     make, is_image = NETWORKS[network]
     cls, out = (fl.AdditiveCoupling, 4) if kind == "additive" else (fl.AffineCoupling, 8)
     return cls(make(out), make(out) if with_g else None), is_image
@@ -68,7 +67,6 @@ def test_couplings(network: str) -> None:
 
 
 def _layers() -> dict[str, tuple[Any, tuple[Tensor, ...]]]:
-    torch.manual_seed(0)
     rows, images = randn(6, 4), randn(4, 4, 6, 6)
     found: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
         "linear": (fl.InvertibleLinear(4, 4), (rows,)),
@@ -214,7 +212,6 @@ def test_outputs_that_are_rounded_to_a_limit(name: str, dtype: torch.dtype) -> N
 
 def test_check_warns_of_gradients_behind_a_kink() -> None:
     """Rounding moves inputs to its other side."""
-    torch.manual_seed(0)
     parts = [fl.AdditiveCoupling(nn.Sequential(nn.Linear(64, 64), nn.Tanh())) for _ in range(24)]
     net = fl.InvertibleSequential(fl.InvertibleActivation("leaky_relu"), *parts)
     x = torch.randn(4096, 128) * 1e-4
@@ -227,7 +224,6 @@ def test_check_warns_of_gradients_behind_a_kink() -> None:
 def test_check_says_nothing_of_gradients_that_are_almost_0() -> None:
     """Of two examples a batch norm's input has no gradient but for rounding."""
     for scale in (1, 10, 100):
-        torch.manual_seed(0)
         assert fl.InvertibleSequential(fl.InvertibleBatchNorm1d(16)).check(scale * torch.randn(2, 16))
     linear = fl.InvertibleSequential(fl.InvertibleLinear(8, 8), fl.InvertibleActivation("leaky_relu"))
     assert linear.check(torch.randn(64, 8), rtol=0.0, atol=1e-3)

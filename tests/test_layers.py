@@ -49,11 +49,6 @@ KINDS = {
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 
 
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 def _own(module: nn.Module) -> dict[str, Any]:
     """The attributes that not every module has."""
     return {name: value for name, value in vars(module).items() if name not in vars(nn.Module())}

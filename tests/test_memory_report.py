@@ -260,6 +260,24 @@ def test_of_a_fused_model_all_that_is_saved_is_listed(exact: bool, x: Tensor) ->
 
 
 @compiles
+def test_of_a_fused_model_what_only_recipes_and_checkpoints_hold_is_listed(x: Tensor) -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = (nn.Linear(IN, IN) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            z = self.a(x)
+            dropped = z.sin()  # which saves z
+            y = self.b(-z)
+            del dropped
+            return checkpoint(self.c, y, use_reentrant=False)  # type: ignore[no-any-return]
+
+    model = Dropping()
+    fl.fuse(model, exact=True)
+    assert fl.memory_report(model, x).saved_bytes == saved_bytes(model, x, exclude=x) == 2 * x.nbytes
+
+
 def test_compiled_code_is_one_operation_of_the_module_around_it(x: Tensor) -> None:
     torch._dynamo.reset()
     inner, plain = torch.compile(mlp(), backend="aot_eager"), nn.Sequential(mlp())
@@ -271,6 +289,7 @@ def test_compiled_code_is_one_operation_of_the_module_around_it(x: Tensor) -> No
         assert fl.memory_report(model, x) == report
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_wrapped_and_sparse_tensors() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
@@ -278,10 +297,14 @@ def test_wrapped_and_sparse_tensors() -> None:
     report = fl.memory_report(lambda x, weight: (x.add_(1) * weight).exp(), (x, weight.requires_grad_()))
     assert not x.a.any() and not x.b.any()
     assert [(row.operation, row.bytes) for row in report.rows] == [("ExpBackward0", ROWS * 4)] * 2
-    adjacency = torch.eye(64).to_sparse()
     embedding, layer = nn.Embedding(64, IN, sparse=True), nn.Linear(IN, OUT)
-    report = fl.memory_report(lambda a, ids: torch.sparse.mm(a, layer(embedding(ids))), (adjacency, torch.arange(64)))
-    assert places(report) == {("layer", "AddmmBackward0")} and embedding.weight.grad is None
+    for adjacency in (torch.eye(64).to_sparse(), torch.eye(64).to_sparse_csr()):
+        for factor, found in ((1, set()), (2, {("", "SparseAddmmBackward0")})):  # of what is given none is listed
+            report = fl.memory_report(
+                lambda a, ids, n=factor: torch.sparse.mm(a if n == 1 else n * a, layer(embedding(ids))),
+                (adjacency, torch.arange(64)),
+            )
+            assert places(report) == {("layer", "AddmmBackward0"), *found} and embedding.weight.grad is None
 
 
 # --- the peak ---------------------------------------------------------------------------------------------------------

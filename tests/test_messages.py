@@ -351,6 +351,10 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fl.gelu(Z, approximate="erf"), ValueError, "gelu: approximate must be 'none' or 'tanh', got 'erf'"),
     (lambda: fl.elu(Z, 1.0, 2.0), TypeError, r"elu\(\) takes input, alpha, got 3 positional arguments"),
     (lambda: fl.elu(Z, 1.0, alpha=2.0), TypeError, r"elu\(\) got multiple values for alpha"),
+    (lambda: fl.activation(F.silu, name="odd", input_given_output=F.silu), TypeError,
+     "^activation: derivative_given_output must be stated, of a function .* got input_given_output of <function"),
+    (lambda: fl.activation(torch.sinh, derivative_given_output=torch.cosh), TypeError,
+     "^activation: derivative_given_output must be stated, .*; got derivative_given_output of <built-in method sinh"),
     (lambda: fl.silu(Z, beta=2.0), ValueError, r"'silu' got unknown parameters \['beta'\]"),
     (lambda: fl.silu(WHOLE), TypeError, "must have a floating dtype"),
     (lambda: fl.GELU("erf")(Z), RuntimeError, "approximate argument must be either none or tanh"),  # torch's own

@@ -15,10 +15,7 @@ import fusedlayers as fl
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:torch", "ignore::UserWarning:transformers")
 
 
-@pytest.fixture(params=CASES, ids=str)
-def case(request: pytest.FixtureRequest) -> Case:
-    torch.manual_seed(0)
-    return request.param  # type: ignore[no-any-return]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
 
 def double(inputs: dict[str, Any]) -> dict[str, Any]:
@@ -42,6 +39,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@every_case
 def test_losses_and_gradients(case: Case) -> None:
     model, inputs = case.make().train(), case.inputs()
     eager, exact = copy.deepcopy(model), copy.deepcopy(model).double()
@@ -52,6 +50,7 @@ def test_losses_and_gradients(case: Case) -> None:
         assert relative(ours, reference) <= 2 * relative(theirs, reference) + 4 * rounding
 
 
+@every_case
 def test_unfuse_restores_the_model(case: Case) -> None:
     model, inputs = case.make().eval(), case.inputs()
     classes = {name: type(module) for name, module in model.named_modules()}

@@ -203,10 +203,9 @@ def test_the_reason_names_what_stands_in_the_way(monkeypatch: pytest.MonkeyPatch
     assert "less than 32.0 KiB" in reason()
 
 
+@pytest.mark.usefixtures("sizes_that_ship")
 def test_sizes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small and medium results are larger there, small ones by how many processors a GPU has."""
-    for name, value in {"GPU_BYTES": 128 << 10, "GPU_MEDIUM_BYTES": 32 << 20, "MEDIUM_BYTES": 2 << 20}.items():
-        monkeypatch.setattr(sizes, name, value)
     monkeypatch.setattr(sizes, "processors", lambda device: 132)
     with FakeTensorMode():
         on_gpu = torch.empty(1, device="cuda")

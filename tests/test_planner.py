@@ -146,12 +146,10 @@ def test_no_plan_within_a_budget_costs_less_and_no_smaller_budget_has_one(
         assert followed(sequence, cheapest.segments)[2] == pytest.approx(min(c for p, c in plans if p <= budget))
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [0, 1, *range(3, 12)])  # the children of 2 save nothing
 def test_a_budget_that_no_plan_fits_in_is_refused_with_one_that_does(seed: int) -> None:
     sequence = children(seed)
     smallest = min(followed(sequence, segments)[1] for segments in all_plans(0, len(sequence), RECOMPUTE))
-    if smallest == 0:
-        return
     with pytest.raises(ValueError, match=r"is less than any plan needs: these \d+ children save") as raised:
         plan_within_budget(sequence, smallest - 1, RECOMPUTE)
     named = int(str(raised.value).split("(")[1].split()[0])

@@ -3,6 +3,7 @@ exists, and agree with one another."""
 
 import ast
 import os
+import random
 import re
 import subprocess
 import sys
@@ -12,7 +13,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import settings
+import torch
 
 import fusedlayers as fl
 from bench.__main__ import COMMANDS
@@ -97,6 +101,46 @@ def test_hooks_run_the_tools_that_the_tests_install() -> None:
     installed = {re.split(r"\W", requirement)[0] for requirement in PROJECT["optional-dependencies"]["test"]}
     hooks = [hook for repository in loaded(".pre-commit-config.yaml")["repos"] for hook in repository["hooks"]]
     assert {hook["entry"].split()[0] for hook in hooks} == {"ruff", "mypy"} <= installed
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+
+def drawn() -> list[float]:
+    return [random.random(), float(np.random.random()), float(torch.rand(()))]
+
+
+WHILE_IMPORTED = drawn()
+
+
+def test_random_numbers_follow_from_the_names_of_tests_and_modules(request: pytest.FixtureRequest) -> None:
+    found = [drawn(), WHILE_IMPORTED]
+    for node, numbers in zip((request.node, request.node.parent), found, strict=True):
+        settings.seed(node.nodeid)
+        assert numbers == drawn()
+
+
+def returns_before_checks(path: Path) -> Iterator[str]:
+    """Tests of a module that may return before their first assertion; cases without one are no parameters."""
+    for test in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if not isinstance(test, ast.FunctionDef) or not test.name.startswith("test_"):
+            continue
+        inner = [node for node in ast.walk(test) if isinstance(node, ast.FunctionDef) and node is not test]
+        within = {id(node) for function in inner for node in ast.walk(function)}
+        nodes = [node for node in ast.walk(test) if id(node) not in within]
+        checks = [
+            node.lineno
+            for node in nodes
+            if isinstance(node, ast.Assert)
+            or (isinstance(node, ast.Call) and re.search("assert|check|raises|warns", ast.unparse(node.func)))
+        ]
+        if any(isinstance(node, ast.Return) and node.lineno < min(checks, default=node.lineno + 1) for node in nodes):
+            yield f"{path.name}: {test.name}"
+
+
+def test_no_test_returns_before_it_asserts() -> None:
+    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    assert [name for path in paths for name in returns_before_checks(path)] == []
 
 
 # --- types ------------------------------------------------------------------------------------------------------------

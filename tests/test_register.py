@@ -1,16 +1,21 @@
-"""``@fl.activation``: functions with a name."""
+"""``@fl.activation``: functions with a name, and those that state their derivatives in terms of their outputs."""
 
 import functools
 import re
+import types
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from reference import check_orders
+from subjects import TrainedELU
 from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
+from fusedlayers.call import with_operands
+from fusedlayers.memory import saved_bytes
 
 
 def _laplace(z: Tensor) -> Tensor:
@@ -22,7 +27,6 @@ def _leaky(z: Tensor, slope: float = 0.25) -> Tensor:
 
 
 def _check(activation: object, plain: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32) -> None:
-    torch.manual_seed(0)
     z = (3 * torch.randn(40, 16)).to(dtype).requires_grad_()
     y, exact = fl.bias_act(z, None, activation), plain(z.double())
     dy = torch.randn(40, 16).to(dtype)
@@ -111,3 +115,108 @@ def test_a_cell_that_is_run_again_replaces_what_it_registered() -> None:
         for activation in ("my_wave", function):
             _check(activation, lambda z, scale=scale: scale * torch.tanh(z))
     assert fl.activations().count("my_wave") == 1
+
+
+# --- stated derivatives -----------------------------------------------------------------------------------------------
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+Function = Callable[[Tensor], Tensor]
+
+
+def _elu(alpha: Tensor) -> tuple[Function, Function, Function]:
+    """ELU, its derivative and its input in terms of its output."""
+    return (
+        lambda z: torch.where(z > 0, z, alpha * torch.expm1(z)),
+        lambda y: torch.where(y > 0, 1.0, y + alpha),
+        lambda y: torch.where(y > 0, y, torch.log1p(y.clamp(max=0) / alpha)),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_trained_function_that_states_its_derivative_saves_its_output(dtype: torch.dtype) -> None:
+    alpha = nn.Parameter(torch.tensor(0.3))  # 16 bits round it up: outputs lie past the limit
+    function, derivative, input_of = _elu(alpha)
+    fl.activation(function, name="elu_3", derivative_given_output=derivative, input_given_output=input_of)
+    torch.manual_seed(0)
+    z, dy = ((8 * torch.randn(400, 16)).to(dtype) for _ in range(2))
+    z.requires_grad_()
+    for activation, factor in (("elu_3", 1.0), (function, 3.0)):
+        with torch.no_grad():
+            alpha *= factor  # as an optimizer edits it
+        call = lambda activation=activation: fl.bias_act(z * 1, None, activation)
+        assert saved_bytes(call, exclude=[z, alpha]) == dy.nbytes
+        (found,) = torch.autograd.grad(call(), [alpha], dy)
+        terms = dy.double() * torch.expm1(z.detach().double().clamp(max=0))
+        # Each term errs by some units of the output, and the sum is rounded.
+        allowed = torch.finfo(dtype).eps * (8 * float(terms.norm()) + abs(float(terms.sum())))
+        assert abs(float(found.double() - terms.sum())) <= allowed
+
+
+@pytest.mark.parametrize("channels", [(), (16,)])
+def test_second_derivatives_of_a_function_that_states_its_derivative(channels: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    z, alpha = torch.randn(40, 16, requires_grad=True), torch.rand(channels).add(0.5).requires_grad_()
+
+    def fused(z: Tensor, alpha: Tensor) -> Tensor:
+        module = TrainedELU(*channels)
+        del module.alpha
+        module.alpha = alpha  # type: ignore[assignment]
+        return fl.bias_act(z, None, module, save="output")
+
+    check_orders(fused, lambda z, alpha: _elu(alpha)[0](z), [z, alpha], 1e-5)
+
+
+def test_a_function_without_tensors_may_state_its_derivative() -> None:
+    function = lambda z: torch.sign(z) * -torch.expm1(-z.abs())
+    fl.activation(function, name="stated", derivative_given_output=lambda y: 1 - y.abs())
+    assert with_operands(resolve("stated"), (40, 16), torch.float32).activation.fitted_derivative() is None
+    for dtype in DTYPES:
+        _check("stated", _laplace, dtype)
+        assert "saves the output" in repr(fl.FusedDenseAct(8, 16, "stated", dtype=dtype))
+
+
+_ALPHA = nn.Parameter(torch.tensor(1.0))
+_COPY = _ALPHA.detach().clone()
+_ELU, _SLOPE, _INPUT = _elu(_ALPHA)
+WRONG: dict[str, tuple[Function, dict[str, Any], str]] = {
+    "derivative": (
+        _ELU, {"derivative_given_output": lambda y: y + 1, "input_given_output": _INPUT},
+        r"derivative_given_output is wrong: at z = 8, where the output is 8, the derivative is 9 by it, and 1 by "
+        r"autograd, the largest difference of 4096 inputs from -8 to 8",
+    ),
+    "derivative of another number": (
+        _ELU, {"derivative_given_output": _elu(_COPY)[1], "input_given_output": _INPUT},
+        r"derivative_given_output is wrong, once training has changed a tensor: at z = -.*",
+    ),
+    "input": (
+        _ELU, {"derivative_given_output": _SLOPE, "input_given_output": lambda y: torch.where(y > 0, y, y / _ALPHA)},
+        r"input_given_output is wrong: at z = -8, .* a gradient of a tensor is -0\.63\d* by it, and -0\.999\d* by .*",
+    ),
+    "NaN": (_laplace, {"derivative_given_output": lambda y: torch.sqrt(y)}, r"derivative_given_output is wrong: .*"),
+    "a missing input": (
+        _ELU, {"derivative_given_output": _SLOPE},
+        r"reads tensors, whose gradients need input_given_output as well; state it too",
+    ),
+    "a sum": (
+        _laplace, {"derivative_given_output": lambda y: y - y.sum()},
+        r"derivative_given_output cannot be used because sum is not pointwise",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_formulas_are_refused(case: str) -> None:
+    function, stated, said = WRONG[case]
+    given = types.FunctionType(function.__code__, function.__globals__, closure=function.__closure__)
+    with pytest.raises(ValueError, match=f"^activation 'wrong':? {said}$"):
+        fl.activation(given, name="wrong", **stated)
+    assert "wrong" not in fl.activations()
+
+
+def test_a_module_states_by_methods() -> None:
+    class Wrong(TrainedELU):
+        def derivative_given_output(self, y: Tensor) -> Tensor:
+            return y + 1
+
+    with pytest.raises(ValueError, match="activation 'Wrong': derivative_given_output is wrong: at z = "):
+        fl.bias_act(torch.ones(40, 16, requires_grad=True), None, Wrong())

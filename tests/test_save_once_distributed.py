@@ -1,8 +1,10 @@
-"""``save_once`` and ``fuse`` in several processes: the same bits as without, under DDP and with sharded parameters."""
+"""``save_once`` and ``fuse`` in several processes: the same bits as without, under DDP and with sharded parameters, and
+the same bytes where parameters are not sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -10,14 +12,18 @@ import processes
 import pytest
 import recipe_cases as cases
 import torch
+import torch.distributed as dist
+from subjects import living_bytes
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.recipes import region
+from fusedlayers.recipes.fuse_report import count
 
 
 class Spelled(nn.Module):
@@ -51,10 +57,18 @@ def _sharded(**options: object) -> Callable[[nn.Sequential], nn.Module]:
     return wrap
 
 
+def _first_version(**options: object) -> Callable[[nn.Sequential], nn.Module]:
+    """Nothing is gathered before backward needs it."""
+    policy, cpu = ModuleWrapPolicy({Block}), torch.device("cpu")
+    return partial(FullyShardedDataParallel, auto_wrap_policy=policy, device_id=cpu, backward_prefetch=None, **options)
+
+
 ENGINES: dict[str, Callable[[nn.Sequential], nn.Module]] = {
     "ddp": DistributedDataParallel,
     "fsdp": _sharded(),
     "fsdp, bfloat16": _sharded(mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+    "first version": _first_version(use_orig_params=True),
+    "first version, flat": _first_version(),
 }
 
 
@@ -85,18 +99,14 @@ def _compared(rank: int, processes: int) -> dict[str, bool]:
     for (engine, wrap), autocast in product(ENGINES.items(), (False, True)):
         theirs = _trained(wrap, cases.eager, autocast)
         ways = {"save_once": (wrap, cases.recipes), "fuse": (wrap, cases.fused(exact=True))}
+        ways["save_once alone"] = wrap, lambda model: fl.save_once()
         ways["fuse first"] = _fuse_and(wrap), cases.eager
         for way, (wrapped, enter) in ways.items():
             ours = _trained(wrapped, enter, autocast)
-            is_same = len(ours) == len(theirs) > 7 and all(map(torch.equal, ours, theirs))
+            is_same = len(ours) == len(theirs) > 4 and all(map(torch.equal, ours, theirs))
             found[f"{engine}, {way}{', autocast' * autocast}"] = is_same
+    found["first version, checkpointed"] = _checkpointed()
     return found
-
-
-def test_the_same_bits_in_two_processes(tmp_path: Path) -> None:
-    pytest.importorskip("torch.distributed")
-    for found in processes.results(_compared, 2, tmp_path):
-        assert len(found) == 18 and all(found.values()), found
 
 
 class Checkpointed(nn.Sequential):
@@ -106,9 +116,9 @@ class Checkpointed(nn.Sequential):
         return x
 
 
-def _first_version(rank: int, processes: int) -> list[Tensor]:
+def _checkpointed() -> bool:
     """FSDP's first version keeps views of parameters as attributes while a checkpoint recomputes."""
-    region.LEAST_BYTES, found = 1 << 6, []
+    found = []
     for exact in (None, True):
         torch.manual_seed(0)
         model = Checkpointed(*(nn.Sequential(Block(nn.LayerNorm(64)), nn.Linear(64, 64)) for _ in range(3)))
@@ -118,9 +128,65 @@ def _first_version(rank: int, processes: int) -> list[Tensor]:
         whole(torch.randn(16, 64)).square().mean().backward()
         grads = [p.grad for p in whole.parameters() if p.grad is not None]
         found.append(torch.cat([grad.flatten() for grad in grads]))
-    return found
+    return found[0].numel() > 4000 and torch.equal(*found)
 
 
-def test_checkpoints_under_the_first_version_of_fsdp(tmp_path: Path) -> None:
-    for theirs, ours in processes.results(_first_version, 2, tmp_path):
-        assert theirs.numel() > 4000 and torch.equal(theirs, ours)
+def test_the_same_bits_in_two_processes(tmp_path: Path) -> None:
+    pytest.importorskip("torch.distributed")
+    for found in processes.results(_compared, 2, tmp_path):
+        assert len(found) == 41 and all(found.values()), found
+
+
+# --- whose parameters are copied --------------------------------------------------------------------------------------
+
+
+def _kept(wrap: Callable[[nn.Module], nn.Module]) -> tuple[int, int]:
+    """As the graph tells, and as storages do: copies of parameters are in both."""
+    model, x = nn.Sequential(*(Block(nn.LayerNorm(64)) for _ in range(3))), torch.randn(256, 64)
+    fl.fuse(model, exact=True)
+    model = wrap(model)
+    own = [*model.parameters(), x]
+    return count(model(x), exclude=own).kept_bytes, living_bytes(partial(model, x), own)
+
+
+def test_ddp_copies_no_parameter(tmp_path: Path) -> None:
+    alone = _kept(lambda model: model)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    try:
+        assert _kept(lambda model: model) == _kept(DistributedDataParallel) == alone
+    finally:
+        dist.destroy_process_group()
+
+
+def _as_zero_3(block: nn.Module) -> None:
+    """As DeepSpeed does: parameters have a number, and data during the block's forward and backward pass alone."""
+    data = {parameter: parameter.data for parameter in block.parameters()}
+
+    def gather(*_: object) -> None:
+        for parameter in data:
+            parameter.data = data[parameter]
+
+    def release(*_: object) -> None:
+        for parameter in data:
+            parameter.data = torch.empty(0)
+
+    for number, parameter in enumerate(data):
+        parameter.ds_id = number  # type: ignore[attr-defined]
+    block.register_forward_pre_hook(gather)
+    block.register_forward_hook(release)
+    block.register_full_backward_pre_hook(gather)
+    block.register_full_backward_hook(release)
+
+
+@pytest.mark.parametrize("enter", [cases.eager, cases.fused(exact=True), lambda model: fl.save_once()])
+def test_parameters_of_zero_3(enter: cases.Enter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+
+    def wrap(model: nn.Sequential) -> nn.Module:
+        for block in model[1:3]:  # the input of the first one needs no gradient
+            _as_zero_3(block)
+        return model
+
+    theirs = _trained(lambda model: model, cases.eager, False)
+    ours = _trained(wrap, enter, False)
+    assert len(ours) == len(theirs) > 7 and all(map(torch.equal, ours, theirs))

@@ -36,7 +36,6 @@ def _eager(activation: Activation) -> Layer:
 
 def _tensors(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     """x, w1, b1, w2 and v."""
-    torch.manual_seed(0)
     shapes = (ROWS, IN), (HIDDEN, IN), (HIDDEN,), (IN, HIDDEN), (HIDDEN, IN)
     return [torch.randn(shape).to(dtype).requires_grad_(i > 0) for i, shape in enumerate(shapes)]
 
@@ -163,7 +162,6 @@ def _peak(layer: Layer, dtype: torch.dtype = torch.float32) -> float:
     The layers' own inputs, outputs and weights are small beside a hidden buffer of 32 MiB (16-bit: 16 MiB).
     """
     rows, size, hidden = 8192, 8, 1024
-    torch.manual_seed(0)
     w1, b1, w2 = (torch.randn(s).to(dtype).requires_grad_() for s in ((hidden, size), (hidden,), (size, hidden)))
     x = torch.randn(rows, size).to(dtype)
 

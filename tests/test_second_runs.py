@@ -152,7 +152,6 @@ def test_cached_parametrizations_of_invertible_modules() -> None:
 
 
 def test_weights_that_a_hook_computes() -> None:
-    torch.manual_seed(0)
     layer = torch.nn.utils.spectral_norm(fl.InvertibleLinear(4, 4).double())
     xs = [torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2)]
     state = {name: value.clone() for name, value in layer.state_dict().items()}
@@ -225,7 +224,7 @@ def _networks(net: Any) -> nn.Module:
 
 
 def _blocks() -> list[nn.Module]:
-    torch.manual_seed(0)
+    torch.manual_seed(0)  # they are the same in all processes
     return [nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Tanh(), nn.Linear(16, 8)) for _ in range(6)]
 
 

@@ -32,12 +32,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 # --- "cheap" ----------------------------------------------------------------------------------------------------------
 
 
@@ -299,8 +293,6 @@ def test_fused_layers_inside_are_planned_as_they_run(name: str, recompute: Any) 
 
 
 def test_a_module_that_a_function_can_reach_may_be_trained_meanwhile() -> None:
-    torch.manual_seed(0)
-
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()

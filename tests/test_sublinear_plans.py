@@ -14,12 +14,6 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.memory import peak_bytes
 
-
-@pytest.fixture(autouse=True)
-def seeded() -> None:
-    torch.manual_seed(0)
-
-
 # --- plans and what is measured ---------------------------------------------------------------------------------------
 
 

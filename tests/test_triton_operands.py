@@ -16,6 +16,7 @@ from conftest import SPLITS, Switch
 from gpu import DEVICE, DTYPES, INTERPRETED, INTERPRETER_WARNINGS
 from literature import PUBLISHED, Published
 from reference import assert_as_good_as_torch, ulp
+from subjects import TrainedELU
 from torch import Tensor
 
 import fusedlayers as fl
@@ -103,7 +104,7 @@ def test_an_empty_gate(shape: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("is_over", [False, True])
 def test_gates(is_over: bool) -> None:
-    tensors = [normal(19, 31, seed=seed) for seed in range(3)]
+    tensors = [normal(19, 31) for _ in range(3)]
     slope = torch.linspace(0.1, 0.9, 31, device=DEVICE)
     activation = activation_of(lambda z, p: torch.where(z > 0, z, p * z), [slope], -1)
     *factors, p = [t.double().requires_grad_() for t in (*tensors[1:], slope)]
@@ -119,8 +120,8 @@ def test_gates(is_over: bool) -> None:
 @every_layout
 def test_layouts(layout: str, split: str) -> None:
     shape, dim, make = LAYOUTS[layout]
-    z, dy = make(integers(*shape, seed=0)), make(integers(*shape, seed=2))
-    b, below, shift = (integers(shape[dim], seed=seed) for seed in (1, 3, 4))
+    z, dy = make(integers(*shape)), make(integers(*shape))
+    b, below, shift = (integers(shape[dim]) for _ in range(3))
     operands = [torch.tensor(3.0, device=DEVICE), torch.tensor(-2.0, device=DEVICE), below, shift]
     activation = activation_of(two_lines, operands, dim - len(shape) if dim >= 0 else dim)
 
@@ -148,8 +149,8 @@ def test_layouts(layout: str, split: str) -> None:
 def test_what_lies_outside_does_not_count(layout: str, split: str) -> None:
     # At the 0 that masked elements, and masked channels, read as, every derivative here is infinite or NaN.
     shape, dim, make = LAYOUTS[layout]
-    z, dy = make(integers(*shape, seed=0).abs() + 1), make(integers(*shape, seed=2))
-    operands = [torch.tensor(2.0, device=DEVICE), integers(shape[dim], seed=1).abs() + 1]
+    z, dy = make(integers(*shape).abs() + 1), make(integers(*shape))
+    operands = [torch.tensor(2.0, device=DEVICE), integers(shape[dim]).abs() + 1]
 
     def function(z: Tensor, p: Tensor, v: Tensor) -> Tensor:
         return p * torch.log(z) + 1 / (z * v)
@@ -167,8 +168,8 @@ def test_what_lies_outside_does_not_count(layout: str, split: str) -> None:
 
 @pytest.mark.parametrize(("shape", "dim"), [((41, 67), -1), ((3, 5, 300), 1), ((2000,), -1)])
 def test_gradients_that_nobody_needs_are_left_out(shape: tuple[int, ...], dim: int) -> None:
-    z, dy = normal(*shape), normal(*shape, seed=1)
-    vector = normal(shape[dim], seed=2) if len(shape) > 1 else torch.tensor(0.3, device=DEVICE)
+    z, dy = normal(*shape), normal(*shape)
+    vector = normal(shape[dim]) if len(shape) > 1 else torch.tensor(0.3, device=DEVICE)
     operands = [torch.tensor(0.7, device=DEVICE), vector, torch.tensor(-0.2, device=DEVICE)]
     activation = activation_of(lambda z, a, v, c: a * torch.tanh(v * z) + torch.sin(c * z), operands, dim - len(shape))
     every = gradient(dy, z, activation, operands, dim, wanted=GradientRequest("input", False, False, (True,) * 3))
@@ -186,6 +187,20 @@ def test_gradients_that_nobody_needs_are_left_out(shape: tuple[int, ...], dim: i
         for ours, full, unit in zip(some, every, units, strict=True):
             if ours is not None and full is not None:
                 assert torch.equal(ours, full) or bool(((ours - full).abs() <= unit).all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("channels", [(), (31,)], ids=str)
+def test_gradients_from_a_stated_derivative(on_triton: Switch, channels: tuple[int, ...], dtype: torch.dtype) -> None:
+    module = TrainedELU(*channels).to(DEVICE, dtype)
+    z, dy = normal(19, 31, dtype=dtype).requires_grad_(), normal(19, 31, dtype=dtype, seed=1)
+    found = []
+    for is_on in (True, False):
+        on_triton(is_on)
+        y = fl.bias_act(z, None, module, save="output")
+        found.append([y.detach(), *torch.autograd.grad(y, [z, module.alpha], dy)])
+    unit = torch.finfo(dtype).eps
+    torch.testing.assert_close(*found, rtol=4 * unit, atol=16 * unit)
 
 
 # --- functions from the literature ------------------------------------------------------------------------------------
@@ -210,7 +225,7 @@ def check_given_input(on_triton: Switch, function: Function, z: Tensor, *tensors
         assert type(y.grad_fn).__name__ == "BiasActBackward", "it was left to PyTorch"
         return y
 
-    dy = normal(*z.shape, dtype=z.dtype, scale=0.1, seed=9)  # sums of others would not be float16's
+    dy = normal(*z.shape, dtype=z.dtype, scale=0.1)  # sums of others would not be float16's
     on_triton(True)
     ours, torchs = run(fused, z, *tensors), run(function, z, *tensors)
     exact = run(function, z.double(), *(t.double() for t in tensors))
@@ -247,7 +262,7 @@ def _luck(function: Function, dy: Tensor, z: Tensor, tensors: Sequence[Tensor], 
 def test_trainable_functions(published: Published, dtype: torch.dtype, on_triton: Switch) -> None:
     for shape, channels in (((37, 53), ()), ((37, 53), (53,)), ((3, 11, 60), (11, 1))):
         tensors = [torch.full(channels, value, dtype=dtype, device=DEVICE) for _, value in published.trainable]
-        tensors = [t + 0.1 * normal(*channels, dtype=dtype, scale=1.0, seed=i) for i, t in enumerate(tensors)]
+        tensors = [t + 0.1 * normal(*channels, dtype=dtype, scale=1.0) for t in tensors]
         check_given_input(on_triton, published.function, normal(*shape, dtype=dtype), *tensors, dim=1)
     if dtype is torch.float32:  # it prints for all dtypes
         check_that_it_prints(traced(published.with_tensors(), (64, 48)).activation)

@@ -9,31 +9,32 @@ look-up takes 25 us, a trace a tenth of a second, the analysis of its derivative
 A function that fails any step is left to plain PyTorch, and the log says why, once.
 
 What it does not do well: numbers (not tensors) that change at every call need a trace each, and after 32 of them the
-function is left to PyTorch. A function that reads tensors keeps its input, because training may change the tensors. A
-branch that none of the compared numbers takes goes unnoticed.
+function is left to PyTorch. A function that reads tensors keeps its input, because training may change the tensors,
+unless it states its derivative (``_stated``). A branch that none of the compared numbers takes goes unnoticed.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.fx import GraphModule
+from torch import Tensor, nn
 
 from .._torch import refuses_hooks
 from ..derivative.analysis import Analysis, analyse
 from ..derivative.features import round_numbers, value_and_slope
+from ..derivative.input_of import within_reach
 from ..utils.caching import BoundedCache, in_clean_state
 from ..utils.formatting import first_line, with_place
 from ..utils.storages import sizes_of
-from .free_variables import FreeVariables, find_variables
+from .free_variables import STATED, FreeVariables, find_variables
 from .partition import Split, example_shape
 from .partition import split as split_trace
 from .record import Activation, Definition, WithOperands
@@ -139,14 +140,88 @@ def _trace(
         return _Traced(equal)
     if not saved:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
+    stated = _stated(activation, variables, split, example, dtype)
     definition = None
-    if not split.dims:
+    if stated is None and not split.dims:
         # Made once for all shapes and dtypes, because it takes up to a second.
         analysis = _analyses.get(variables.key) or _analyses.put(variables.key, analyse(split.body))
         definition = Definition(activation.name, split.body, derivative_given_output=analysis)
     found = Activation(activation.name, split.body, definition=definition, operand_dims=split.dims, is_traced=True)
+    found, split = stated or (found, split)
     keeps_less = found.output_refusal(dtype) is not None and with_output < _BUFFERS_OF_A_LAYER
     return _Traced(replace(found, torch_keeps_less=keeps_less), split if split.dims else None)
+
+
+# --- a stated derivative ----------------------------------------------------------------------------------------------
+
+
+def _stated(
+    activation: Activation, variables: FreeVariables, function: Split, example: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Activation, Split] | None:
+    """The record of a function with ``STATED`` attributes, or of a module with such methods, and its split: its own
+    operands, through which gradients go, are followed by those of its formulas. None for others.
+
+    Raises:
+        ValueError: a formula is not pointwise, missing, or wrong.
+    """
+    name, given, parts = activation.name, activation.function, [function]
+    owner: Any = type(given) if isinstance(given, nn.Module) else given  # modules' __getattr__ is slow
+    for stated in itertools.takewhile(lambda stated: hasattr(owner, stated), STATED):
+        rebind = lambda tensors, stated=stated: getattr(variables.rebind(tensors), stated)
+        try:
+            parts.append(split_trace(variables._replace(rebind=rebind), example, dtype))
+        except NotPointwise as error:
+            raise ValueError(f"activation {name!r}: {stated} cannot be used because {error}") from error
+    dims = tuple(dim for part in parts for dim in part.dims)
+    if not parts[1:]:
+        return None
+    if dims and not parts[2:]:
+        raise ValueError(f"activation {name!r} reads tensors, whose gradients need {STATED[1]} as well; state it too")
+    first = len(function.dims)
+    last = first + len(parts[1].dims)
+
+    def prologue(*tensors: Tensor) -> tuple[Tensor, ...]:
+        fixed = [tensor.detach() for tensor in tensors]
+        return (*function.prologue(*tensors), *(p for part in parts[1:] for p in part.prologue(*fixed)))
+
+    def body(z: Tensor, *operands: Tensor) -> Tensor:
+        return function.body(z, *operands[:first])
+
+    def told(y: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
+        z = within_reach(parts[2].body(y, *operands[last:]), y) if dims else y
+        return parts[1].body(y, *operands[first:last]), z
+
+    found = Activation(name, body, operand_dims=dims, is_traced=True, told=told)
+    _check_stated(found, first, variables, prologue)
+    if not dims:  # as a row of the table
+        found = replace(found, definition=Definition(name, body, derivative_given_output=parts[1].body), told=None)
+    return found, Split(body, prologue, dims, None)
+
+
+@in_clean_state
+def _check_stated(activation: Activation, count: int, variables: FreeVariables, prologue: Callable[..., Any]) -> None:
+    """Compare gradients from outputs with those from inputs, in float64: with the tensors as they are, and, as training
+    may change them, with others. ``count``: of the operands that need gradients."""
+    needs = tuple(i < count for i in range(len(activation.operand_dims)))
+    inputs = torch.linspace(-8, 8, _SWEEP, dtype=torch.float64)  # of an even number: no kink is hit
+    for change in (0.0, 0.25):
+        tensors = own_tensors(variables, inputs.dtype)
+        own = [(t + change * (abs(t) + 1)).detach() if t.requires_grad else t for t in tensors]
+        operands = [p.flatten()[:8, None] for p in prologue(*own)]  # of eight channels
+        at, *operands = torch.broadcast_tensors(inputs, *operands)
+        values, dy = activation.function(at, *operands), torch.ones_like(at)
+        of_output, of_input = (activation.gradient_function(needs, given) for given in ("output", "input"))
+        pairs = zip(of_output(dy, values, *operands), of_input(dy, at, *operands), strict=True)
+        for i, (found, exact) in enumerate(pairs):
+            off = torch.where(exact.isfinite(), (found - exact).abs().nan_to_num(nan=math.inf), 0.0)
+            if bool(off.max() > _TOLERANCE * torch.where(exact.isfinite(), exact, 0.0).abs().max()):
+                z, y, a, b = (float(t.flatten()[off.argmax()]) for t in (at, values, found, exact))
+                raise ValueError(
+                    f"activation {activation.name!r}: {STATED[i > 0]} is wrong"
+                    f"{', once training has changed a tensor' if change else ''}: at z = {z:.6g}, where the output is "
+                    f"{y:.6g}, {'a gradient of a tensor' if i else 'the derivative'} is {a:.6g} by it, and {b:.6g} by "
+                    f"autograd, the largest difference of {_SWEEP} inputs from -8 to 8"
+                )
 
 
 # --- equal to the function --------------------------------------------------------------------------------------------
@@ -278,7 +353,7 @@ NEAR = 40.0
 
 
 @in_clean_state
-def _recognise(body: GraphModule) -> Activation | None:
+def _recognise(body: Callable[..., Tensor]) -> Activation | None:
     """The activation of the table, with its default parameters, that the trace ``body`` is equal to, such as another
     library's ``gelu``; or None. It replaces the function, with its kernels, derivatives and name.
 

@@ -96,12 +96,15 @@ OWN_BACKWARD = "it calls an autograd.Function, whose backward pass is not traced
 _MODULE_PARTS = ("_parameters", "_buffers", "_modules")
 #: Attributes of ``nn.Module`` itself that do not change what a module computes.
 _MODULE_OWN = frozenset(vars(nn.Module())) - {"training"}
+#: What a function states of itself in terms of its output y, as attributes; a module by methods.
+STATED = ("derivative_given_output", "input_given_output")
 #: Methods that are called without their name in the code.
 _CALLED = frozenset(
     {
         *("forward", "__call__", "__getattr__", "__getattribute__", "__getitem__", "__len__", "__iter__", "__bool__"),
         *("__contains__", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__", "__matmul__"),
         *("__truediv__", "__rtruediv__", "__pow__", "__rpow__", "__neg__"),
+        *STATED,
     }
 )
 #: Code with one of these names reads what it does not name, or what a trace does not show: the process's state, sizes

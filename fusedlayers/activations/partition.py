@@ -28,8 +28,8 @@ aten = torch.ops.aten
 class Split(NamedTuple):
     """A traced function in two parts: ``body(z, *prologue(*tensors))``."""
 
-    body: GraphModule
-    prologue: GraphModule
+    body: Callable[..., Tensor]
+    prologue: Callable[..., tuple[Tensor, ...]]
     #: For each operand the dimension of z, counted from the end, along which it runs; None for one number.
     dims: tuple[int | None, ...]
     #: The indices of the function's tensors that are the operands, if the prologue computes nothing; else None.

@@ -142,6 +142,8 @@ class Activation:
         is_traced: ``function`` is the trace of a user's callable.
         torch_keeps_less: its output does not determine its derivative, and PyTorch keeps less for it than its input
             and its output, as of ``torch.exp``.
+        told: ``told(y, *operands)``, the derivative and the input in terms of the output, if a function that reads
+            tensors states them.
         is_identity: y = z.
         is_folded: the function has a fold, so the saved output carries a branch bit.
         plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the
@@ -158,6 +160,7 @@ class Activation:
     needs_tracing: bool = False
     is_traced: bool = False
     torch_keeps_less: bool = False
+    told: Any = None
 
     is_identity: bool = field(init=False)
     is_folded: bool = field(init=False)
@@ -189,6 +192,8 @@ class Activation:
 
     def _find_needs_input_reason(self) -> str | None:
         stated, refusal = self._definition.derivative_given_output, self._definition.parameter_refusal
+        if self.told is not None:
+            return None
         if self.operand_dims:
             changes = "reads tensors that training may change, so that no formula of the output stays right"
             return f"{self.name} {changes} (constants can be Python numbers)"
@@ -283,18 +288,21 @@ class Activation:
         levels = self._definition.flat_levels
         return {k: _rounded(v, dtype) if k in levels else v for k, v in self.parameters.items()}
 
-    def gradient_function(self, needs: tuple[bool, ...]) -> Callable[..., tuple[Tensor, ...]]:
+    def gradient_function(self, needs: tuple[bool, ...], given: str = "input") -> Callable[..., tuple[Tensor, ...]]:
         """A function from ``(dy, z, *operands)`` to dz and, for each operand with a true entry in ``needs``, ``dy``
-        times the derivative by that operand. All results have the arguments' common shape."""
+        times the derivative by that operand; with ``given="output"`` from ``(dy, y, *operands)``. All results have the
+        arguments' common shape."""
 
         def function(dy: Tensor, z: Tensor, *operands: Tensor) -> tuple[Tensor, ...]:
+            slope, z = self.told(z, *operands) if given == "output" else (None, z)
+
             def of_wanted(z: Tensor, *wanted: Tensor) -> Tensor:
-                given = iter(wanted)
-                return self.function(z, *(next(given) if n else p for p, n in zip(operands, needs, strict=True)))
+                rest = iter(wanted)
+                return self.function(z, *(next(rest) if n else p for p, n in zip(operands, needs, strict=True)))
 
             wanted = [p for p, n in zip(operands, needs, strict=True) if n]
-            gradients: tuple[Tensor, ...] = torch.func.vjp(of_wanted, z, *wanted)[1](dy)
-            return gradients
+            dz, *gradients = torch.func.vjp(of_wanted, z, *wanted)[1](dy)
+            return dz if slope is None else dy * slope, *gradients
 
         return function
 

@@ -6,17 +6,20 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, TypeVar, overload
 
+import torch
 from torch import Tensor, nn
 
 from ..utils.formatting import described
-from .free_variables import must_call_reason
+from .free_variables import STATED, find_variables, must_call_reason
 from .record import Activation, Definition
 
 F = TypeVar("F", bound=Callable[..., Tensor])
+Formula = Callable[[Tensor], Tensor] | None
 
 #: Each row with its default parameters, and users' functions.
 by_name: dict[str, Activation] = {}
@@ -93,25 +96,40 @@ def activation(function: F) -> F: ...
 
 
 @overload
-def activation(*, name: str | None = None) -> Callable[[F], F]: ...
+def activation(
+    *, name: str | None = None, derivative_given_output: Formula = None, input_given_output: Formula = None
+) -> Callable[[F], F]: ...
 
 
-def activation(function: Any = None, *, name: str | None = None) -> Any:
+def activation(
+    function: Any = None,
+    *,
+    name: str | None = None,
+    derivative_given_output: Any = None,
+    input_given_output: Any = None,
+) -> Any:
     """Register a function of tensors as an activation, so that its name can stand for it.
 
     Args:
         function: ``function(z) -> y``, pointwise, in torch operations; y has z's shape and dtype. Whatever else it
             reads is treated as in functions that are passed to a layer as they are.
         name: the name of the activation; by default the function's.
+        derivative_given_output: the derivative as a function of y, which may read the function's tensors. It becomes an
+            attribute of the function. A module, which needs no name, has a method of this name, checked at its first
+            use.
+        input_given_output: z as a function of y, likewise, where the function reads tensors: their gradients follow
+            from it. It may be infinite or NaN where y is at a limit of the function.
 
     Returns:
         the function itself; or a decorator, if called with ``name`` only.
 
     Raises:
-        TypeError: not a function, or a function without a name.
-        ValueError: a name that is taken.
+        TypeError: not a function, a function without a name, or ``input_given_output`` alone.
+        ValueError: a name that is taken; a formula that is not pointwise, is missing, or gives other gradients than
+            autograd, for the function's tensors as they are, or as training may change them.
 
-    Saved: the output where it determines the derivative, as the library finds out; else the input.
+    Saved: the output where the library finds out that it determines the derivative, or the function states it; else
+    the input. From rounded outputs a stated formula is as accurate as it is, which is not measured.
 
     >>> import torch, fusedlayers as fl
     >>> @fl.activation
@@ -120,8 +138,10 @@ def activation(function: Any = None, *, name: str | None = None) -> Any:
     >>> fl.bias_act(torch.tensor([0.0, 1.0]), None, "two_sided_decay")
     tensor([0.0000, 0.6321])
     """
+    stated = {STATED[0]: derivative_given_output, STATED[1]: input_given_output}
+    stated = {part: formula for part, formula in stated.items() if formula is not None}
     if function is None:
-        return functools.partial(activation, name=name)
+        return functools.partial(activation, name=name, **stated)
     if isinstance(function, nn.Module) or not callable(function):
         hint = "; a module needs no name, pass it to a layer as it is" if isinstance(function, nn.Module) else ""
         hint = f"; write @activation(name={function!r})" if isinstance(function, str) else hint
@@ -129,6 +149,17 @@ def activation(function: Any = None, *, name: str | None = None) -> Any:
     name = str(name or getattr(function, "__name__", _LAMBDA))
     if name == _LAMBDA:
         raise TypeError("activation: the function has no name of its own; pass name=")
+    if stated:
+        if derivative_given_output is None or not isinstance(function, types.FunctionType):
+            raise TypeError(
+                "activation: derivative_given_output must be stated, of a function that is written with def or lambda, "
+                f"whose attribute it becomes; got {', '.join(stated)} of {function!r}"
+            )
+        from .custom import trace_activation  # whose import takes a second
+
+        vars(function).update(stated)
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in find_variables(function).tensors))
+        trace_activation(Activation(name, function, needs_tracing=True), (2, *shape), torch.float32)
     _add(Activation(name, function, needs_tracing=True))
     return function
 

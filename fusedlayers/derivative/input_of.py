@@ -49,6 +49,12 @@ def input_of(function: Function, y: Tensor, fold: Fold | None, marked: Tensor | 
     return torch.where(y.isnan(), y, _number(found, y.dtype))
 
 
+def within_reach(z: Tensor, y: Tensor) -> Tensor:
+    """An input z that follows from the output y, as a number: a y that was rounded past the function's limit has no
+    input, and counts as that limit, and f' of an infinite input may be infinity / infinity."""
+    return torch.where(z.isnan(), y.sign() * 1e9, z).clamp(-1e9, 1e9)
+
+
 def _reach(function: Function, y: Tensor) -> tuple[Tensor, Tensor]:
     """The inputs between which the formula holds in y's dtype: powers of two, and their negatives."""
     found = []

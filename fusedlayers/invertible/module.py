@@ -8,17 +8,17 @@ function of the same effect.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from .._torch import disable_dynamo, tree_leaves
 from ..ops.saved_buffers import is_under_checkpoint
-from ..recompute.recompute import can_recompute, reached_by, runs_differently_first
+from ..recompute.recompute import can_recompute, reached_by, recomputed, runs_differently_first
 from ..utils.module_state import modules_in
 from .check import CheckReport, checked
-from .inversion import InvertibleCall, InvertibleFunction, current_mode
+from .inversion import InvertibleCall, InvertibleFunction, current_mode, in_mode
 
 
 class InvertibleModule(nn.Module):
@@ -33,11 +33,13 @@ class InvertibleModule(nn.Module):
     output must not be edited in place: the backward pass would compute the inputs from it, and raises instead.
 
     Outputs that ``inverse`` needs, and the caller does not, come last: ``num_outputs`` says how many of them the caller
-    sees (None: all; a negative number: all but so many).
+    sees (None: all; a negative number: all but so many). ``num_inputs`` says the same of what ``inverse`` returns.
 
     Attributes:
         checkpoint: whether inputs are computed from the outputs; else ``function`` runs as any PyTorch code. Its saved
             input ends the rounding errors that add up from later modules: a cheap layer of a deep chain does.
+        invertible: with False the inputs are saved, and ``function`` runs again in the backward pass, as in a
+            checkpoint; nothing is inverted, in a container nothing inside of it. The flags may be changed at any time.
         reversed: whether ``forward`` calls ``inverse``, as ``reverse`` sets it; only modules that are ``reversible``
             can be.
 
@@ -58,10 +60,12 @@ class InvertibleModule(nn.Module):
     True
     """
 
-    num_outputs: ClassVar[int | None] = None
+    num_outputs: int | None = None
+    num_inputs: int | None = None
     #: Whether ``inverse`` can stand for ``function``.
     reversible: bool = False
     checkpoint: bool = True
+    invertible: bool = True
     _reversed: bool = False
 
     def function(self, *inputs: Any) -> Any:
@@ -73,8 +77,11 @@ class InvertibleModule(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define inverse")
 
     def forward(self, *inputs: Any) -> Any:
-        if self.checkpoint and can_checkpoint() and self._can_invert(inputs):
-            return self._run_inverted(inputs)
+        if self.checkpoint and can_checkpoint():
+            if not self.invertible:
+                return recomputed(self._run_without_inverses, self, inputs, {}, "all")
+            if self._can_invert(inputs):
+                return self._run_inverted(inputs)
         return self._run_plain(*inputs)
 
     def _can_invert(self, inputs: tuple[Any, ...]) -> bool:
@@ -86,7 +93,15 @@ class InvertibleModule(nn.Module):
 
     def _run_plain(self, *inputs: Any) -> Any:
         """The outputs that the caller sees, left to autograd."""
-        return single_or_tuple(as_tuple(self.call_function(*inputs))[: None if self.reversed else self.num_outputs])
+        return single_or_tuple(as_tuple(self.call_function(*inputs))[: self._visible()])
+
+    def _run_without_inverses(self, *inputs: Any) -> Any:
+        with in_mode("plain"):
+            return self._run_plain(*inputs)
+
+    def _visible(self, *, of_inverse: bool = False) -> int | None:
+        """How many values of ``call_function``, or of ``call_inverse``, the caller sees."""
+        return self.num_inputs if self.reversed != of_inverse else self.num_outputs
 
     def _functions(self, count: int) -> Iterable[InvertibleFunction]:
         """The functions that a call with ``count`` inputs consists of, in order."""
@@ -94,9 +109,8 @@ class InvertibleModule(nn.Module):
 
     def _as_function(self) -> InvertibleFunction:
         """The module as it is called, as one function."""
-        num_outputs = None if self.reversed else self.num_outputs
         calls = self.call_function, self.call_inverse
-        return function_of(type(self).__name__, *calls, num_outputs, modules=modules_in(self))
+        return function_of(type(self).__name__, *calls, self._visible(), modules=modules_in(self))
 
     def _leaf_modules(self) -> Iterator[tuple[str, InvertibleModule]]:
         """The modules that run one after the other, with names: this one, or, in a container, those inside."""
@@ -130,7 +144,9 @@ class InvertibleModule(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        flags = ["checkpoint=False"] * (not self.checkpoint) + ["reversed=True"] * self.reversed
+        flags = [f"{name}=False" for name in ("checkpoint", "invertible") if not getattr(self, name)]
+        flags += ["reversed=True"] * self.reversed
+        flags += [f"num_inputs={self.num_inputs}"] * (self.num_inputs != type(self).num_inputs)
         return ", ".join(filter(None, (self.described(), *flags)))
 
     def described(self) -> str:

@@ -47,7 +47,7 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
     def __getitem__(self, index: Any) -> Any:
         found: Any = nn.Sequential.__getitem__(self, index)
         if isinstance(index, slice):
-            found.checkpoint, found._reversed = self.checkpoint, self.reversed
+            found.checkpoint, found.invertible, found._reversed = self.checkpoint, self.invertible, self.reversed
         return found
 
     def _chain(self) -> list[InvertibleModule]:
@@ -81,8 +81,7 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
     def _run_backwards(self, values: tuple[Any, ...]) -> Any:
         """From what ``forward`` returns to what it takes. Outputs that the caller does not see are missing."""
         for module in reversed(self._in_order()):
-            count = module.num_outputs if module.reversed else None
-            values = as_tuple(module.call_inverse(*values))[:count]
+            values = as_tuple(module.call_inverse(*values))[: module._visible(of_inverse=True)]
         return single_or_tuple(values)
 
     @property

@@ -51,7 +51,7 @@ class ActDropout(Node):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         activation, backend, _, _, p = ctx.saved
-        saved = [saved_output(ctx, "dropout", activation)]
+        saved = saved_output(ctx, "dropout", activation)
         if needs_composite(dy):
             return ctx.saved.differentiable(dy, saved[0]), None, None, None, None
         (may_overwrite,) = take_over(ctx, saved)
@@ -70,6 +70,8 @@ def serves(z: Tensor, activation: Activation, p: float) -> bool:
 def tells_scaled(activation: Activation, dtype: torch.dtype) -> bool:
     """Whether an output that has lost a unit by a factor and its inverse determines the derivative as well. An output
     on a flat part does not, unless that is 0 (ReLU6, hard sigmoid)."""
+    if activation.output_refusal(dtype) is not None:
+        return False
     if dtype.itemsize == 2 and not tells_scaled(activation, torch.float32):
         return False  # a kink is found where a root is small
     z = torch.cat([torch.linspace(-12.0, 12.0, 2049, dtype=torch.float64) + 0.0137, torch.arange(-24, 25) / 2]).to(

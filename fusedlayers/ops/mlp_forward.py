@@ -113,12 +113,12 @@ class Block(NamedTuple):
     def pre_activations(self, x: Tensor, layers: Sequence[Linear]) -> list[Tensor]:
         return [F.linear(x, w, b) for w, b in layers]
 
-    def activated(self, x: Tensor, layer: Linear) -> Tensor:
+    def activated(self, x: Tensor, layer: Linear, operands: Sequence[Tensor]) -> Tensor:
         """The activation of the one layer's result, in one buffer, with the branch in it."""
         w, b = layer
         kernel_b, b = (b, None) if self.backend.ADDS_BIAS else (None, b)
         z = F.linear(x, w, b)
-        return self.backend.bias_act(z, kernel_b, self.activation, dim=-1, encode=True, out=z)
+        return self.backend.bias_act(z, kernel_b, self.activation, operands, dim=-1, encode=True, out=z)
 
     def hidden(self, parts: Sequence[Tensor], operands: Sequence[Tensor], first: int, *, overwrite: bool) -> Tensor:
         """The last layer's input, from the pre-activations, or from the activation's outputs if these are saved; in
@@ -162,7 +162,7 @@ def run(
 ) -> tuple[Tensor, list[Tensor]]:
     """The output, (rows, out), and the tensors to save. The last layer runs chunk by chunk, from these or from x."""
     if block.saved == "output":
-        kept = [block.activated(x, layers[0])]
+        kept = [block.activated(x, layers[0], operands)]
     else:
         kept = [] if block.saved == "recompute" else block.pre_activations(x, layers)
     if block.is_whole:

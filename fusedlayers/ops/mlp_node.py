@@ -24,10 +24,9 @@ from torch import Tensor
 
 from .._torch import Node
 from ..kernels import GradientRequest
-from ..utils.layout import operand_along
 from .mlp_forward import Block, Linear, linear, run, unpacked
 from .saved_buffers import take_over
-from .second_derivatives import gradients_through, needs_composite
+from .second_derivatives import activated, gradients_through, needs_composite
 
 
 class MLP(Node):
@@ -294,9 +293,7 @@ def _differentiable(
     def without_bias(x: Tensor, w: Tensor, *tensors: Any) -> Tensor:
         weights, biases, operands = _split(tensors, count)
         parts = [F.linear(x, *layer) for layer in block.unpacked(_layers(weights, biases))]
-        along = [operand_along(p, -1, 2) for p in operands]
-        activated = block.activation.function(parts[0], *along) if along else block.activation.plain(parts[0])
-        hidden = functools.reduce(torch.mul, parts[1:], activated)
+        hidden = functools.reduce(torch.mul, parts[1:], activated(block.activation, parts[0], operands, -1)).to(x.dtype)
         return F.linear(hidden if block.dropout is None else block.dropout.apply(hidden), w)
 
     wanted = needs.x, needs.w, *needs.weights, *needs.biases, *needs.operands

@@ -14,7 +14,7 @@ They are two nodes and not one because dy is then freed before the matmul's grad
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,9 @@ from ..activations import upcast
 from ..kernels import GradientRequest
 from ..kernels.operations import Recompute
 from ..utils.caching import in_clean_state
-from ..utils.layout import along, operand_along, sum_along
+from ..utils.layout import along, sum_along
 from .saved_buffers import expected_from_hooks, saved_output, take_over
-from .second_derivatives import SavedOutput, gradients_through, needs_composite
+from .second_derivatives import AtPlace, SavedOutput, activated, gradients_through, needs_composite, spread
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -98,49 +98,41 @@ class BiasAct(Node):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        (dy,), plan = grads, ctx.plan
         _, needs_z, needs_b, needs_residual, _, *needs = ctx.needs_input_grad
-        if plan.saved == "output":
-            dz, db = _from_output(ctx, dy, needs_b)
-            dp = [None] * len(needs)
-        else:
-            dz, db, *dp = _from_input(ctx, dy, needs_b, needs)
+        dz, db, *dp = _gradients(ctx, grads[0], needs_b, needs)
         return None, dz if needs_z else None, db, dz if needs_residual else None, None, *dp
 
 
-def _from_output(ctx: Any, dy: Tensor, needs_b: bool) -> tuple[Any, ...]:
-    """dz and db. dz is written over y where nobody else holds it."""
-    plan = ctx.plan
-    saved = [saved_output(ctx, plan.function, plan.activation)]
-    if needs_composite(dy):
-        dz = SavedOutput(plan.activation, plan.backend, ctx.places, plan.dim).differentiable(dy, saved[0])
-        return dz, sum_along(dz, plan.dim) if needs_b else None
-    (may_overwrite,) = take_over(ctx, saved)
-    request = GradientRequest("output", may_overwrite, needs_b)
-    found: tuple[Any, ...] = plan.backend.gradient(dy, saved[0], plan.activation, (), request, dim=plan.dim)
-    return found
-
-
-def _from_input(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[Any]:
-    """dz, db and the gradients of the operands. dz is written over a z that is this call's own."""
-    plan, (z, *operands) = ctx.plan, ctx.saved_tensors
-    is_own = plan.saved == "recompute"
-    if is_own:
-        x = z
-        w, operation_b, b, residual, *operands = operands
-        z = _recomputed(Origin(x, w, operation_b, ctx.recompute), b, residual, plan.dim)
-        is_own = z is not x
-    if needs_composite(dy):
-
-        def function(z: Tensor, *operands: Tensor) -> Tensor:  # in float32 or wider
-            given = [operand_along(upcast(p), plan.dim, z.dim()) for p in operands]
-            y: Tensor = plan.activation.function(upcast(z), *given) if given else plan.activation.plain(upcast(z))
-            return y
-
-        dz, *dp = gradients_through(function, (z, *operands), (True, *needs), upcast(dy))
+def _gradients(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[Any]:
+    """dz, db and the gradients of the operands. dz is written over y where nobody else holds it, and over a z that is
+    this call's own."""
+    plan, is_composite, may_overwrite = ctx.plan, needs_composite(dy), False
+    if plan.saved == "output":
+        saved = saved_output(ctx, plan.function, plan.activation)
+        if not is_composite:
+            may_overwrite, *_ = take_over(ctx, saved)
+        elif len(saved) == 1:
+            dz = SavedOutput(plan.activation, plan.backend, ctx.places, plan.dim).differentiable(dy, saved[0])
+            return [dz, sum_along(dz, plan.dim) if needs_b else None]
+        else:  # as from the input that y tells
+            y, *operands = saved
+            with torch.no_grad():
+                z = plan.activation.told(upcast(y), *spread(operands, plan.dim, y.dim()))[1]
+            saved[0] = AtPlace.apply(z, plan.dim, *ctx.places) if torch.is_grad_enabled() else z
+    else:
+        saved = list(ctx.saved_tensors)
+        if plan.saved == "recompute":
+            x, w, operation_b, b, residual, *operands = saved
+            z = _recomputed(Origin(x, w, operation_b, ctx.recompute), b, residual, plan.dim)
+            saved, may_overwrite = [z, *operands], z is not x
+    given, *operands = saved
+    if is_composite:
+        function = lambda z, *operands: activated(plan.activation, z, operands, plan.dim)
+        dz, *dp = gradients_through(function, saved, (True, *needs), upcast(dy))
         return [dz, sum_along(dz, plan.dim) if needs_b else None, *dp]
-    request = GradientRequest("input", is_own, needs_b, tuple(needs))
-    dz, db, *dp = plan.backend.gradient(dy, z, plan.activation, operands, request, dim=plan.dim)
+    kind: Literal["output", "input"] = "output" if plan.saved == "output" else "input"
+    request = GradientRequest(kind, may_overwrite, needs_b, tuple(needs))
+    dz, db, *dp = plan.backend.gradient(dy, given, plan.activation, operands, request, dim=plan.dim)
     return [dz, db, *(None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True))]
 
 

@@ -69,8 +69,8 @@ def is_under_checkpoint() -> bool:
     return hooks is not None and getattr(hooks[0], "__module__", None) == checkpoint.__name__
 
 
-def saved_output(ctx: Any, function: str, activation: Activation) -> Tensor:
-    """The output of ``function``, which is all that a node has saved.
+def saved_output(ctx: Any, function: str, activation: Activation) -> list[Tensor]:
+    """The output of ``function``, which a node has saved, and the activation's operands behind it.
 
     Args:
         ctx: its ``expected`` is what ``expected_from_hooks`` has said of the output.
@@ -79,18 +79,18 @@ def saved_output(ctx: Any, function: str, activation: Activation) -> Tensor:
         RuntimeError: the output was edited, or freed; or a checkpoint has recomputed something else.
     """
     try:
-        y: Tensor = ctx.saved_tensors[0]
+        saved = list(ctx.saved_tensors)
     except RuntimeError as error:
         if EDITED not in str(error):
             raise
         raise _was_edited(function, activation, str(error)) from error
     if ctx.expected is not None:
         version, counter = ctx.expected
-        found = (y if counter is None else counter)._version
+        found = (saved[0] if counter is None else counter)._version
         if found != version:
             reason = f"{EDITED}: what hooks brought back is at version {found}; expected version {version}"
             raise _was_edited(function, activation, reason)
-    return y
+    return saved
 
 
 def _was_edited(function: str, activation: Activation, reason: str) -> RuntimeError:

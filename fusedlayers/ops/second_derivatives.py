@@ -24,8 +24,9 @@ from torch.autograd import Function
 
 from .. import _torch
 from ..activations import Activation, upcast
+from ..derivative.input_of import within_reach
 from ..kernels import Backend, GradientRequest, reference
-from ..utils.layout import laid_out_as, sum_along
+from ..utils.layout import laid_out_as, operand_along, sum_along
 
 _FROM_OUTPUT = GradientRequest("output", False, False)
 
@@ -58,6 +59,18 @@ def gradients_through(
     return [next(found) if need else None for need in needs]
 
 
+def activated(activation: Activation, z: Tensor, operands: Sequence[Tensor], dim: int) -> Tensor:
+    """``f(z, *operands)``, operands along ``dim``, in float32 or wider, in operations that autograd differentiates."""
+    given = spread(operands, dim, z.dim())
+    y: Tensor = activation.function(upcast(z), *given) if given else activation.plain(upcast(z))
+    return y
+
+
+def spread(operands: Sequence[Tensor], dim: int, dims: int) -> list[Tensor]:
+    """Operands in float32 or wider, shaped to run along ``dim`` of a tensor with so many dimensions."""
+    return [operand_along(upcast(p), dim, dims) for p in operands]
+
+
 # --- from the output --------------------------------------------------------------------------------------------------
 
 
@@ -80,7 +93,7 @@ class SavedOutput(NamedTuple):
         if not torch.is_grad_enabled():
             return self.gradient(dy, y)
         y = y.detach()  # what is differentiated passes no hooks on the output
-        dz: Tensor = OutputGradient.apply(_AtPlace.apply(y, self.dim, *self.places), dy, y, self)
+        dz: Tensor = OutputGradient.apply(AtPlace.apply(y, self.dim, *self.places), dy, y, self)
         return dz
 
     def gradient(self, dy: Tensor, y: Tensor) -> Tensor:
@@ -102,9 +115,9 @@ class SavedOutput(NamedTuple):
         with torch.no_grad():
             wide = upcast(y)
             z = self.activation.input_given_output(wide * kept, y.dtype, self.activation.marked(wide, y.dtype))
-            z = z.clamp(-1e9, 1e9)  # f' of an infinite input may be infinity / infinity
+            z = within_reach(z, wide)
         with torch.enable_grad():
-            z = _AtPlace.apply(z, self.dim, *self.places) if torch.is_grad_enabled() else z
+            z = AtPlace.apply(z, self.dim, *self.places) if torch.is_grad_enabled() else z
             z = z if z.requires_grad else z.requires_grad_()
             (slope,) = torch.autograd.grad(self.activation.plain(z), z, torch.ones_like(z), create_graph=True)
         weight = upcast(g) * upcast(dy)
@@ -138,7 +151,7 @@ class OutputGradient(Function):
         return dinput, ctx.saved.differentiable(g, y) if needs_dy else None, None, None
 
 
-class _AtPlace(Function):
+class AtPlace(Function):
     """Values of an activation's input ``z + b + residual``, at the place of these in the graph."""
 
     generate_vmap_rule = True

@@ -39,7 +39,8 @@ def fuse(
 
     The model's code runs as it is; ``save_once`` is around its forward pass, and around those of its modules, so that
     it holds within checkpoints too. Call it before or after the optimizer, DDP, FSDP2, LoRA, ``load_state_dict`` and
-    ``.to``: classes, parameters, hooks, names and ``state_dict`` keys stay; ``unfuse`` undoes it. Without inputs
+    ``.to``: classes, parameters, hooks, names and ``state_dict`` keys stay; ``unfuse`` undoes it. A module whose
+    ``forward`` others replace (the hub's kernels, Liger) is left to them, and fused by the next call. Without inputs
     nothing is run. Under ``torch.compile``, ``torch.export``, ``torch.func`` and without gradients the model is what it
     was.
 
@@ -155,7 +156,8 @@ def _measured(
 
 
 def unfuse(model: nn.Module) -> None:
-    """Undo ``fuse`` and ``fit``: every module is again what it was. A model that was not fused stays as it is.
+    """Undo ``fuse`` and ``fit``: every module is again what it was. A model that was not fused stays as it is. What
+    other libraries have put around a module's ``forward``, or in its place, stays too.
 
     Raises:
         TypeError: ``model`` is no module.

@@ -44,6 +44,7 @@ from .._torch import (
 )
 from ..ops.saved_buffers import EDITED
 from ..validation import PLAIN_TYPES
+from .norms import may_be_freed
 from .recipe import Recipe, Stored, Value, View, laid_out, stream_of
 
 if TYPE_CHECKING:
@@ -164,9 +165,12 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, run: functools.partial[Any], tensors: Sequence[Tensor]) -> Call | None:
-        """The call, or None where another object's function is the forward pass, or multiplies matrices."""
+        """The call, or None where another object's function is the forward pass, or multiplies matrices, or where its
+        parameters may not be there in backward."""
         method = run.func
         if type(method) is not MethodType or method.__self__ is not module or _heavy.get(method.__code__):
+            return None
+        if any(may_be_freed(p) for p in module._parameters.values() if p is not None):
             return None
         return cls(module, method.__func__, run, tensors)
 

@@ -7,12 +7,12 @@ freed behind the forward pass of their part of the model (FSDP), it notes copies
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -34,8 +34,15 @@ _INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 def is_sharded() -> bool:
-    """Whether parameters may be freed behind the forward pass of their part of the model, as FSDP's are."""
-    return dist.is_available() and dist.is_initialized()
+    """Whether ``fully_shard`` has been used, which frees parameters after the forward pass: it makes subclasses."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and bool(fsdp.FSDPModule.__subclasses__())
+
+
+def may_be_freed(parameter: Tensor) -> bool:
+    """Whether a parameter may be freed after the forward pass of its part of the model: by ``fully_shard``, by FSDP's
+    first version, whose parameters are views of another one, or by DeepSpeed's ZeRO-3, which gives them numbers."""
+    return type(parameter) is not nn.Parameter or hasattr(parameter, "ds_id") or is_sharded()
 
 
 # --- modules ----------------------------------------------------------------------------------------------------------
@@ -62,21 +69,21 @@ def note_facts(region: Region, module: nn.Module, result: Any) -> None:
         node = node.next_functions[0][0]
     if node is None or not region.can_replay(whole) or _FACTS in node.metadata:
         return
-    # Not there are parametrizations, which are attributes of a class, and replicas' parameters. FSDP's first version
-    # keeps views of its own beside them while a checkpoint recomputes.
-    held: Any = {**vars(module), **module._parameters} if is_sharded() else module._parameters
-    own = {name: held[name] for name in ("weight", "bias") if name in held}
+    # Parametrizations are in neither. FSDP's first version has views in the first while a checkpoint recomputes.
+    held: Any = vars(module), module._parameters
+    own = {name: those[name] for name in ("weight", "bias") for those in held if name in those}
     if isinstance(module, _INSTANCE_NORMS):  # whose node reads repeated ones
         own = {name: parameter for name, parameter in own.items() if parameter is None}
     facts: dict[str, Any] = {"eps": getattr(module, "eps", None)}
+    copied = 0
     for name, parameter in own.items():
         if parameter is None:
             facts[name] = None
-        elif is_sharded():
+        elif may_be_freed(parameter):
             facts[name] = Stored(parameter.detach().clone(), None, region)
+            copied += parameter.numel()
         elif name == "bias" and not parameter.requires_grad:  # else its node is behind the norm's
             facts[name] = Stored(parameter, None, region)
-    copied = sum(parameter.numel() for parameter in own.values() if parameter is not None) if is_sharded() else 0
     node.metadata[_FACTS] = None if 2 * copied > whole.numel() else facts
 
 

@@ -5,11 +5,15 @@ is changed, no hook is added, and copies and pickles of a module have patches of
 region (``save_once.py``); so does one that a checkpoint runs again. It steps aside where nothing is saved: without
 gradients, and in programs that ``torch.compile``, ``torch.export`` or TorchScript read. By its role a module computes
 something else, unless the model is ``exact`` (``roles.py``).
+
+Other libraries replace or wrap an instance's ``forward`` too, and put back what they found there. So a patch is found
+by another attribute, and one that has been removed calls what it replaced, wherever it is called.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -34,12 +38,17 @@ class Patch:
         recompute: whether the whole forward pass is computed again in the backward pass.
         replaced: what the instance had in the place of its class's forward before, or None.
         role: what runs around its own forward pass, or None.
+        is_attached: whether it does anything.
     """
 
-    recompute = False
+    recompute = is_attached = False
 
     def __init__(self, module: nn.Module, *, exact: bool) -> None:
         self._module, self.exact = weakref.ref(module), exact
+        _take_patch_away(module)
+        # The hub's kernels, and accelerate's hooks when they are removed, leave the class's own.
+        if vars(module).get("forward") == type(module).forward.__get__(module):
+            del vars(module)["forward"]
         self.replaced: Callable[..., Any] | None = vars(module).get("forward")
         self.role = role_of(module, exact)
 
@@ -57,20 +66,21 @@ class Patch:
         vars(self).update(state, _module=weakref.ref(state["_module"]))
 
     def attach(self) -> None:
-        """Take the place of the module's forward."""
-        vars(self.module)["forward"] = self
-        vars(self.module)["__prepare_scriptable__"] = self.refuse_script
+        """Take the place of the module's forward, unless somebody has wrapped or replaced it in the meantime."""
+        own = vars(self.module)
+        if own.get("forward") is self.replaced:
+            own["forward"] = self
+        own["__prepare_scriptable__"] = self.refuse_script
+        self.is_attached = True
 
     def remove(self) -> None:
-        """Let the module be what it was."""
-        own = vars(self.module)
-        del own["forward"]
-        own.pop("__prepare_scriptable__", None)
-        if self.replaced is not None:
-            own["forward"] = self.replaced
+        """Let the module be what it was. A wrapper of somebody else's that calls this stays."""
+        _take_patch_away(self.module)
+        vars(self.module).pop("__prepare_scriptable__", None)
+        self.is_attached = False
 
     def refuse_script(self) -> NoReturn:
-        """``__prepare_scriptable__`` of the module, which ``torch.jit.script`` calls before it reads code."""
+        """The module's ``__prepare_scriptable__``: ``torch.jit.script`` calls it, and ``patch_of`` finds its owner."""
         raise RuntimeError(
             f"torch.jit.script: {type(self.module).__name__} was changed by fusedlayers.fuse or fusedlayers.fit, and "
             "TorchScript cannot compile it; call fusedlayers.unfuse(model) first"
@@ -79,16 +89,32 @@ class Patch:
     @property
     def __wrapped__(self) -> Callable[..., Any]:
         """The forward pass without this, for ``inspect.signature``."""
-        return self.replaced if self.replaced is not None else type(self.module).forward.__get__(self.module)
+        return self.without(self.module)
 
     @property
     def __code__(self) -> Any:
         """The code of that, for ``torch.export``."""
         return self.__wrapped__.__code__
 
+    @property
+    def __func__(self) -> Callable[..., Any]:
+        """A function of the module. accelerate makes a method of it, which copies of the module get, and run without a
+        patch."""
+
+        def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return (self if module is self._module() else self.without(module))(*args, **kwargs)
+
+        plain = self.__wrapped__
+        vars(forward).update(patch=self, __signature__=inspect.signature(getattr(plain, "__func__", plain)))
+        return forward
+
+    def without(self, module: nn.Module) -> Callable[..., Any]:
+        """The forward pass without this of its module, or of a copy of that."""
+        forward = self.replaced or type(module).forward.__get__(module)
+        function = getattr(forward, "__func__", None)
+        return forward if function is None or module is self._module() else function.__get__(module)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.module:  # accelerate's unwrap_model has made a method of it
-            args = args[1:]
         if torch.compiler.is_compiling():
             return self._compiled(*args, **kwargs)
         module: Any = sys._getframe(1).f_locals.get("self")
@@ -96,7 +122,7 @@ class Patch:
         if module is not self.module and not (isinstance(module, nn.Module) and vars(module).get("forward") is self):
             module = self.module
         forward = self.replaced or type(module).forward.__get__(module)
-        if not can_enter() or torchscript_state() is not None:
+        if not self.is_attached or not can_enter() or torchscript_state() is not None:
             return forward(*args, **kwargs)
         run = functools.partial(self._saving_once, module, forward)
         return recomputed(run, module, args, kwargs, "all") if self.recompute else run(*args, **kwargs)
@@ -105,7 +131,8 @@ class Patch:
         forward: Callable[..., Any] | None = self.replaced
         if forward is None:  # no method: the compiler of torch 2.11 cannot bind one
             forward = functools.partial(type(self.module).forward, self.module)
-        return recomputed(forward, self.module, args, kwargs, "all") if self.recompute else forward(*args, **kwargs)
+        is_kept = not self.is_attached or not self.recompute
+        return forward(*args, **kwargs) if is_kept else recomputed(forward, self.module, args, kwargs, "all")
 
     def _saving_once(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         run = functools.partial(forward, *args, **kwargs)
@@ -131,6 +158,15 @@ def patches_of(model: nn.Module) -> list[Patch]:
 
 def patch_of(module: nn.Module) -> Patch | None:
     """The module's patch, or None where it has none."""
-    found = vars(module).get("forward")
-    found = getattr(found, "__func__", found)  # accelerate's unwrap_model has made a method of it
+    found = getattr(vars(module).get("__prepare_scriptable__"), "__self__", None)
     return found if isinstance(found, Patch) else None
+
+
+def _take_patch_away(module: nn.Module) -> None:
+    """Put back what a patch has replaced, where that, or accelerate's method of it, is the module's forward."""
+    found = vars(module).get("forward")
+    patch = found if isinstance(found, Patch) else getattr(getattr(found, "__func__", None), "patch", None)
+    if isinstance(patch, Patch):
+        del vars(module)["forward"]
+        if patch.replaced is not None:
+            vars(module)["forward"] = patch.without(module)

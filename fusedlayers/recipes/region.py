@@ -22,6 +22,7 @@ from torch.autograd.function import BackwardCFunction
 
 from .._torch import (
     ALL_RAW_SAVED,
+    FLAT_PARAMETER,
     FORWARD_CLASS,
     RAW_SAVED,
     AccumulateGrad,
@@ -36,7 +37,7 @@ from ..utils.module_state import modules_in
 from ..validation import PLAIN_TYPES
 from .leaves import result_of_leaf
 from .masks import Mask, mask_of, may_be_mask
-from .norms import is_sharded
+from .norms import may_be_freed
 from .recipe import Hooks, Recipe, Stored, Value, View
 from .replays import REPLAYS, RESULTS, with_options
 
@@ -170,18 +171,20 @@ class Region:
 
     def _as_it_is(self, tensor: Tensor, whole: Tensor) -> Stored:
         """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
+        # Recipes leave views of a flat parameter alone, which FSDP's first version frees.
+        region = None if whole is not tensor and hasattr(whole, FLAT_PARAMETER) else self
         if (
             self.hooks is None
             or self._is_checkpointed
             or type(tensor) not in PLAIN_TYPES
             or tensor.layout is not torch.strided
         ):
-            return Stored(tensor, self.hooks, self)
+            return Stored(tensor, self.hooks, region)
         key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
         ref, known = self._packed.get(key, (None, None))
         value = None if ref is None or known is None or ref() is not whole else known()
         if value is None or value.version != tensor._version:
-            value = Stored(tensor, self.hooks, self)
+            value = Stored(tensor, self.hooks, region)
             self._packed[key] = weakref.ref(whole), weakref.ref(value)
         return value
 
@@ -241,7 +244,7 @@ class Region:
             return None
         leaf: Any = maker.variable  # as it was when the region began, and so when the node read it
         is_same = leaf._version == self._versions.get(id(leaf)) and number_of(node) >= self._began
-        return Stored(leaf, None, self) if is_same else None
+        return Stored(leaf, None, self) if is_same and not may_be_freed(leaf) else None
 
     def read(self, node: Any, name: str, edge: int) -> Value | None:
         """The value that a node has read: it has saved it, or else the node behind the edge has made it."""
@@ -253,7 +256,7 @@ class Region:
         if not isinstance(packed, Value) or packed.region is not self or packed.is_edited:
             return None
         source = packed.source
-        if type(source) is not Stored or type(source.packed) is not nn.Parameter or not is_sharded():
+        if type(source) is not Stored or type(source.packed) is not nn.Parameter or not may_be_freed(source.packed):
             return source
         parameter = source.packed  # it may be freed before a replay reads it, or has been
         is_there = parameter.untyped_storage().nbytes() > 0

@@ -19,6 +19,7 @@ from .._torch import (
     functorch_is_active,
     lacks,
     never_compile,
+    own_hook,
     pop_saved_tensors_hooks,
     push_saved_tensors_hooks,
     saved_tensors_hooks_are_enabled,
@@ -86,8 +87,7 @@ def can_enter() -> bool:
 def current_region() -> Region | None:
     """The region whose hooks get what is saved now."""
     hooks = saved_tensors_hooks_on_top(True)
-    region = getattr(hooks[0], "__self__", None) if hooks else None
-    return region if isinstance(region, Region) else None
+    return hooks[0].args[0] if hooks and getattr(hooks[0], "func", None) is Region.pack else None
 
 
 def enter_region(model: nn.Module | None, given: Iterable[Any] = ()) -> Region:
@@ -102,7 +102,7 @@ def enter_region(model: nn.Module | None, given: Iterable[Any] = ()) -> Region:
     region.begin(model, given)
     if dynamo_is_loaded():  # where a compiled function breaks its graph, the hooks would be compiled too
         _never_compile_hooks()
-    push_saved_tensors_hooks(region.pack, _UNPACK)
+    push_saved_tensors_hooks(own_hook(hooks, Region.pack, region), _UNPACK)
     return region
 
 

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import tree_leaves
-from ..recipes.fuse import fuse
+from ..recipes.fuse import fuse, unfuse
 from ..recipes.patch import patch_of, patches_of
 from ..reports.step import Step, now
 from .budget import Measurement, Of, Training, everyone
@@ -74,9 +74,7 @@ class Blocks(list[Block]):
 
     def as_it_was(self) -> None:
         """Let the model be as PyTorch trains it."""
-        for module, patch in self._patches.items():
-            if patch_of(module) is patch:
-                patch.remove()
+        unfuse(self.model)
 
     def find(self, step: Step) -> Tensor:
         """Fill the list by a forward pass, whose loss is returned. It need not fit without recomputation: the children

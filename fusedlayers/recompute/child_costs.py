@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, packet_of, tree_map_only
+from .._torch import CPU_FLASH_ATTENTION, FLASH_ATTENTION, TorchDispatchMode, own_hook, packet_of, tree_map_only
 from ..utils.autograd_graph import attributes_of, nodes_of
 from ..utils.module_state import unchanged
 from ..utils.storages import sizes_of, tensors_in
@@ -90,7 +90,7 @@ def _measured(child: nn.Module, inputs: tuple[Any, ...], *, is_selective: bool =
         saved.append(tensor.detach())
         return saved[-1]
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), costs:
+    with torch.autograd.graph.saved_tensors_hooks(own_hook(None, pack), lambda tensor: tensor), costs:
         output = child(*inputs)
     # Attributes of autograd contexts bypass the hooks: an invertible chain holds its output so.
     saved += [tensor for node in nodes_of(tensors_in(output)) for tensor in attributes_of(node)]

@@ -143,8 +143,7 @@ def fit(
     step, leaves, report = training.step, list[Tensor](), None
     before = patches_of(model)
     on_stage = asked("fit", progress)
-    for patch in before:
-        patch.remove()
+    unfuse(model)
     try:
         with unchanged([*model.modules()], tensors_in((step.args, step.kwargs))), eagerly():
             on_stage("finding blocks", 0.0)

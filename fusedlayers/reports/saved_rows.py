@@ -13,10 +13,9 @@ from torch import Tensor
 
 from .._torch import FORWARD_CLASS, storage_id, tree_leaves
 from ..activations import Activation
-from ..recipes.recipe import Stored, Value, all_of
-from ..utils.autograd_graph import checkpoints_of, is_leaf, raw_saved, saved_by
+from ..utils.autograd_graph import checkpoints_of, saved_by
 from ..utils.formatting import path_text, pattern_of
-from ..utils.storages import strided_parts, tensors_in
+from ..utils.storages import strided_parts
 from .module_tracker import ModuleTracker
 
 #: The dtypes of scalars in which autograd saves Python's numbers. These are not listed.
@@ -55,7 +54,7 @@ class Saver(NamedTuple):
 def savers_of(nodes: Sequence[Any], device: torch.device) -> Iterator[Saver]:
     """The savers of all tensors on a device, in the order of the nodes; of tensors that wrap others, for each of
     these."""
-    saved = (([node], operation_of(node), chain(saved_by(node), _saved_once(node))) for node in nodes)
+    saved = (([node], operation_of(node), saved_by(node)) for node in nodes)
     recomputed = ((own, "checkpoint", tensors) for own, tensors in checkpoints_of(nodes))
     for own, operation, tensors in chain(saved, recomputed):
         for tensor in tensors:
@@ -63,14 +62,6 @@ def savers_of(nodes: Sequence[Any], device: torch.device) -> Iterator[Saver]:
                 is_number = part.dim() == 0 and part.dtype in NUMBERS
                 if part.device == device and part.untyped_storage().nbytes() and not is_number:
                     yield Saver(own, operation, part)
-
-
-def _saved_once(node: Any) -> Iterator[Tensor]:
-    """The tensors that ``save_once`` has packed for a node: as they are, and those that recipes read."""
-    packed = [] if is_leaf(node) else [raw.data for raw in raw_saved(node)]
-    for value in all_of([data for data in packed if isinstance(data, Value)]):
-        if isinstance(value, Stored):
-            yield from tensors_in(value.packed)
 
 
 def rows_of(savers: Iterable[Saver], tracker: ModuleTracker, existing: Container[int]) -> Iterator[Row]:

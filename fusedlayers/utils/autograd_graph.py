@@ -39,7 +39,7 @@ def saved_by(node: Any) -> Iterator[Tensor]:
     show what they save (``hides_what_it_saves``).
     """
     for saved in () if is_leaf(node) else raw_saved(node):
-        yield from _tensors(saved.data)
+        yield from _held_by(saved)
     yield from attributes_of(node)
 
 
@@ -65,15 +65,28 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tenso
                     own.append(node)
                     pending += _inputs_of(frame)  # which a checkpoint around this one has got
     for frame, own in nodes_of_frames.values():
-        inputs = [tensor for held in _inputs_of(frame) for tensor in _tensors(held.data)]
+        inputs = [tensor for held in _inputs_of(frame) for tensor in _held_by(held)]
         yield own, inputs + list(_tensors(_saved_for_recompute(frame)))
 
 
 def _frames_behind(saved: Any) -> Iterator[Any]:
-    """The checkpoint whose hook has got a saved tensor."""
-    for cell in getattr(saved.unpack_hook, "__closure__", None) or ():
-        if type(cell.cell_contents).__module__ == "torch.utils.checkpoint":
-            yield cell.cell_contents
+    """The checkpoints whose hooks have got a saved tensor, or what it is replayed from."""
+    for hook in (saved.unpack_hook, *(getattr(part, "unpack", None) for part in _parts_of(saved))):
+        for cell in getattr(hook, "__closure__", None) or ():
+            if type(cell.cell_contents).__module__ == "torch.utils.checkpoint":
+                yield cell.cell_contents
+
+
+def _parts_of(saved: Any) -> list[Any]:
+    """What a saved tensor is packed as; of a value of ``save_once`` all values that it is made of, too."""
+    parts = [saved.data]
+    for part in parts:
+        parts += getattr(part, "operands", ())
+    return parts
+
+
+def _held_by(saved: Any) -> Iterator[Tensor]:
+    return _tensors([(part, getattr(part, "packed", None)) for part in _parts_of(saved)])
 
 
 def _inputs_of(frame: Any) -> list[Any]:

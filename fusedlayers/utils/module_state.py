@@ -37,10 +37,11 @@ def unchanged(modules: Sequence[nn.Module], inputs: Iterable[Tensor]) -> Iterato
         for module, held in buffers:
             module._buffers.clear()
             module._buffers.update(held)
-        with torch.no_grad():
-            for part, copy in copies:
-                if not torch.equal(part, copy):  # batch norms do not increment the version counter
-                    part.copy_(copy)
+        for part, copy in copies:
+            if not torch.equal(part, copy):
+                # ``.data`` counts no version up: graphs that wait for their backward pass have saved statistics of
+                # batch norms, which get the values back that they had then.
+                part.data.copy_(copy)
 
 
 def modules_in(root: nn.Module) -> list[nn.Module]:

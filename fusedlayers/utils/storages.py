@@ -21,8 +21,16 @@ def strided_parts(tensor: Tensor) -> Iterator[Tensor]:
                 yield from strided_parts(part)
     elif tensor.layout == torch.strided:
         yield tensor
-    elif tensor.layout == torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
+    else:
+        yield from (getattr(tensor, name)() for name in _SPARSE_PARTS.get(tensor.layout, ()))
+
+
+#: The methods that return the plain tensors of a sparse one.
+_SPARSE_PARTS: dict[torch.layout, tuple[str, ...]] = {
+    torch.sparse_coo: ("_indices", "_values"),
+    **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
+    **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
+}
 
 
 def sizes_of(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -85,7 +85,7 @@ def gradient(
     else:
         dz = saved if overwrite else torch.empty_like(saved)
         dy = laid_out_as(dy, saved)
-        if given_output or not _is_by_trace(activation):
+        if (given_output and not operands) or not _is_by_trace(activation):
             for_each(functools.partial(_multiply, _of_output if given_output else _of_input, activation), dy, saved, dz)
         elif dz.numel():
             shares = traced.gradient(dy, saved, dz, activation, operands, request, dim)

@@ -50,8 +50,9 @@ def gradient(
     request: GradientRequest,
     dim: int,
 ) -> list[Tensor | None]:
-    """Write dz, and return the requested gradients of the operands, flat."""
-    program = _gradient(activation, request.needs_operands, torch.promote_types(z.dtype, torch.float32))
+    """Write dz, and return the requested gradients of the operands, flat; z is the output if that was saved."""
+    wide = torch.promote_types(z.dtype, torch.float32)
+    program = _gradient(activation, request.needs_operands, request.saved, wide)
     needy = [p for p, need in zip(operands, request.needs_operands, strict=True) if need]
     # Summed in float64, block by block: the order is fixed, so the rounding is too.
     sums = [torch.zeros(p.numel(), dtype=torch.float64, device=z.device) for p in needy]
@@ -112,8 +113,8 @@ def _forward(activation: Activation, dtype: torch.dtype) -> Program:
 
 
 @functools.lru_cache(_PROGRAMS)
-def _gradient(activation: Activation, needs: tuple[bool, ...], dtype: torch.dtype) -> Program:
-    return _program(activation.gradient_function(needs), 2, activation, dtype)
+def _gradient(activation: Activation, needs: tuple[bool, ...], given: str, dtype: torch.dtype) -> Program:
+    return _program(activation.gradient_function(needs, given), 2, activation, dtype)
 
 
 def _program(function: Callable[..., Any], inputs: int, activation: Activation, dtype: torch.dtype) -> Program:

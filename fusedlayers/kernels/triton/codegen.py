@@ -185,7 +185,8 @@ def computes(activation: Activation) -> bool:
     try:
         device_function(activation, "forward", given="input", dtype=torch.float32)
         needs = (True,) * len(activation.operand_dims)
-        device_function(activation, "gradient", given="input", dtype=torch.float32, needs=needs)
+        for given in ("input",) if activation.told is None else ("input", "output"):
+            device_function(activation, "gradient", given=given, dtype=torch.float32, needs=needs)
     except NotPointwise as reason:
         _log.warning("fusedlayers: %s is left to torch operations on GPUs because %s", activation.name, reason)
         return False
@@ -198,16 +199,17 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
     function: Callable[..., Tensor | tuple[Tensor, ...]]
     if role == "forward":
         inputs = ["z"]
-        function = activation.function if given == "input" else lambda z: activation.encoded(z, dtype)
+        is_encoded = given == "output" and activation.is_folded
+        function = (lambda z: activation.encoded(z, dtype)) if is_encoded else activation.function
     elif role == "inverse":
         inputs = ["y"]
         function = lambda y: activation.input_given_output(y, dtype)
-    elif given == "output":
+    elif given == "output" and not operands:
         inputs = ["dy", "y"]
         function = lambda dy, y: (dy * activation.derivative_given_output(y, dtype),)
     else:
-        inputs = ["dy", "z"]
-        function = activation.gradient_function(needs)
+        inputs = ["dy", "z" if given == "input" else "y"]
+        function = activation.gradient_function(needs, given)
     name = f"{re.sub('[^A-Za-z0-9_]', '_', activation.name).strip('_')}_{role}"
     traced = trace(function, [*inputs, *operands])
     # Not of a user's function, which may subtract it from a number next to it; nor of a derivative from z, which may be
