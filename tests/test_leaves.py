@@ -213,3 +213,46 @@ def test_a_parameter_that_is_written_to_is_an_error(x: Tensor) -> None:
         leaf.offset.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation: it belongs to a Counted"):
         loss.backward()
+
+
+# --- layers by hand ---------------------------------------------------------------------------------------------------
+
+
+class ByHand(nn.Module):
+    """Layers by hand that read a norm's result, with a module of a user's as the activation."""
+
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), act
+        self.last = fl.FusedConvAct2d(8, 8, 1, act)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(2, 8, -1, 16)
+        return self.last(fl.bias_act(self.norm(self.conv(x)), None, self.act)).reshape(-1, WIDTH)  # type: ignore[no-any-return]
+
+
+PARTS: dict[str, Callable[[], nn.Module]] = {
+    "layer": lambda: fl.FusedDenseAct(WIDTH, WIDTH, "gelu"),
+    "block": lambda: fl.FusedMLP(WIDTH, 2 * WIDTH, activation="silu"),
+    "gate": lambda: fl.FusedGatedMLP(WIDTH, 2 * WIDTH),
+    "drop-in": fl.GELU,
+    "spelled out": NewGELU,
+    "trained": Trained,
+    "norm": lambda: nn.LayerNorm(WIDTH),
+    "by hand, trained": lambda: ByHand(Trained()),
+    "by hand": lambda: ByHand(NewGELU()),
+    "container": lambda: fl.SublinearSequential(nn.Linear(WIDTH, WIDTH), NewGELU(), nn.Linear(WIDTH, WIDTH)),
+    "inverted": lambda: fl.InvertibleSequential(fl.InvertibleLinear(WIDTH, WIDTH), fl.InvertibleLinear(WIDTH, WIDTH)),
+}
+
+
+@pytest.mark.parametrize("second", PARTS)
+@pytest.mark.parametrize("first", PARTS)
+def test_no_pair_of_parts_saves_more_after_fuse(first: str, second: str) -> None:
+    x = torch.randn(64, WIDTH)
+    model = nn.Sequential(PARTS[first](), PARTS[second](), nn.Linear(WIDTH, WIDTH))
+    eager, before = copy.deepcopy(model), kept(model, x)
+    fl.fuse(model)
+    assert kept(model, x) <= before
+    for ours, theirs in zip(gradients(model, x), gradients(eager, x), strict=True):
+        torch.testing.assert_close(ours, theirs)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .._torch import is_compiled
 from ..memory import device_of, peak_bytes, saved_bytes
 from ..reports.module_tracker import ModuleTracker
 from ..reports.step import Step, no_gradient_because, step_times, tensors_of
@@ -89,6 +90,10 @@ def fuse(
     on_stage, before = asked("fuse", progress), patches_of(model)
     options = ", ".join(dict.fromkeys(f"exact={patch.exact}" for patch in before))
     notes = [f"The model was fused before, with {options}; now it has the options of this call."] if before else []
+    if compiled := sum(map(is_compiled, model.modules())):
+        notes.append(
+            f"Compiled modules: {compiled}. torch.compile decides what they save, and nothing is spared there."
+        )
     if inputs is None:
         _attach(model, exact)
         return FuseReport(type(model).__name__, exact, notes=tuple(notes))
