@@ -133,10 +133,12 @@ class Stored(Value):
 
     Attributes:
         packed: the tensor, or what hooks have made of it, which ``unpack`` brings back; ``nbytes``: of that tensor.
+        strides: of a copy, which stands for tensors that are laid out alike.
     """
 
     _layout: Layout | None = None
     unpack: Callable[[Any], Tensor] | None = None
+    strides: tuple[int, ...] | None = None
     nbytes = 0
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:

@@ -140,7 +140,8 @@ class Region:
             return Stored(tensor, self.hooks, self)  # an argument may be a view, and is none in the second run
         name = node.name()
         value = self._known(node)
-        if value is not None and value.version != whole._version:  # written to since
+        is_other = isinstance(value, Stored) and value.strides not in (None, whole.stride())
+        if value is not None and (value.version != whole._version or is_other):  # written to since
             return Stored(tensor, self.hooks, self)
         if value is None or (value.source is value and name in RESULTS):  # which its node has saved, so far
             value = self._recipe(node, whole) or value
@@ -275,6 +276,12 @@ class Region:
         if node.name() == "CloneBackward0":
             value.cloned = number_of(node)
         node.metadata[_RESULT] = weakref.ref(value)
+
+    def take_for_result(self, node: Any, output_nr: int, copy: Stored, strides: tuple[int, ...]) -> None:
+        """Let a copy be packed for a node's result too, where that has these strides and was never written to."""
+        if output_nr == 0 and node.metadata.get(_RESULT) is None:
+            copy.strides = strides
+            self._set_result(node, copy, 0)
 
     def _recipe(self, node: Any, result: Tensor | None) -> Value | None:
         """The replay of a node's first result, which may be there; or the result that it saves itself."""

@@ -89,7 +89,9 @@ def _cast(region: Region, node: Any, result: Tensor | None) -> Replay | None:
         found = () if source is None or type(source) is AccumulateGrad else results_of(source)
         narrow = found[output_nr] if output_nr < len(found) else made
         if narrow.dtype in _16_BITS and narrow.device == made.device:
-            x = Stored(result.detach().to(narrow.dtype), region.hooks, region)
+            copy = result.detach().to(narrow.dtype)
+            x = Stored(copy, region.hooks, region)
+            region.take_for_result(source, output_nr, x, copy.stride())
     return None if x is None else (partial(Tensor.to, device=made.device, dtype=made.dtype), (x,))
 
 
