@@ -176,11 +176,12 @@ ON_A_GPU = """
 import json, torch
 from torch import nn
 from bench import fake_gpu
+from bench.overhead import Own
 from bench.zoo import TransformerBlock
 import fusedlayers as fl
 
 fake = fake_gpu.install()
-model = nn.Sequential(TransformerBlock(256, 512, True), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 8)).bfloat16()
+model = nn.Sequential(TransformerBlock(256, 512, True), nn.Linear(256, 512), Own(), nn.Linear(512, 8)).bfloat16()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 fl.fuse(model, exact=EXACT)
 x = torch.randn(4, 256, 256).bfloat16()
@@ -202,7 +203,9 @@ def test_a_training_step_looks_at_no_value_on_the_device(exact: bool) -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", f"EXACT = {exact}\n{ON_A_GPU}"], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", f"EXACT = {exact}\n{ON_A_GPU}"], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     looks, launches = json.loads(done.stdout)
     assert looks == [] and (launches == []) is exact, launches
