@@ -63,7 +63,7 @@ MODELS: tuple[tuple[str, Make, Input], ...] = (
     ("Qwen 3", hf("Qwen3", **zoo.SMALL_LLAMA, num_key_value_heads=2, head_dim=64), _TOKENS),
     ("Gemma 3", hf("Gemma3Text", **zoo.SMALL_LLAMA, num_key_value_heads=2, head_dim=64), _TOKENS),
     ("GPT-2", hf("GPT2", **zoo.SMALL_GPT2), _TOKENS),
-    ("T5 1.1", hf("T5", "EncoderModel", **zoo.SMALL_T5), _TOKENS),
+    ("T5 1.1", hf("T5Encoder", **zoo.SMALL_T5), _TOKENS),
     ("EfficientNet-B0", hf("EfficientNet", **_EFFICIENTNET), _IMAGES),
     ("MobileNetV2", hf("MobileNetV2"), _IMAGES),
     ("ConvNeXt", hf("ConvNext", depths=[1, 1, 2, 1]), _IMAGES),

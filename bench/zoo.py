@@ -11,13 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def of_transformers(name: str, kind: str = "Model", **sizes: Any) -> Callable[[], nn.Module]:
+def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     """What makes a model of transformers, which is imported then: the other benchmarks run without it."""
 
     def make() -> nn.Module:
         hf = importlib.import_module("transformers")
         hf.utils.logging.set_verbosity_error()
-        model: nn.Module = getattr(hf, name + kind)(getattr(hf, f"{name}Config")(**sizes))
+        kind = getattr(hf, f"{name}Model")
+        model: nn.Module = kind(kind.config_class(**sizes))
         return model
 
     return make
