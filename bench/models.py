@@ -1,8 +1,8 @@
-"""``python -m bench models``: whole models, as they are and after ``fl.fuse``, in both of its modes.
+"""``python -m bench models``: whole models, as they are and after ``fl.fuse``.
 
-Variants share one set of random weights: the model as it is; after ``fl.fuse(model, exact=True)``; after
-``fl.fuse(model)``; and, where a case says so, by ``torch.compile``. Models have few layers of their real widths, so
-that a step on a CPU takes some tenths of a second. Bytes are the same in each run, a quick one too.
+Variants share one set of random weights: the model as it is; after ``fl.fuse(model)``; and, where a case says so, by
+``torch.compile``. Models have few layers of their real widths, so that a step on a CPU takes some tenths of a second.
+Bytes are the same in each run, a quick one too.
 """
 
 import re
@@ -21,10 +21,9 @@ from .grid import Benchmark
 from .measure import Setting, Variant
 from .zoo import of_transformers as hf
 
-BASELINE, EXACT, OURS, COMPILED = VARIANTS = ("eager", "exact", "fusedlayers", "compile")
+BASELINE, OURS, COMPILED = VARIANTS = ("eager", "fusedlayers", "compile")
 DEFINITIONS = {
     "model": "random weights, training mode, PyTorch's attention, batch norms with weights of 1",
-    "exact": "after fuse(model, exact=True)",
     "fusedlayers": "after fuse(model)",
     "compile": "torch.compile, as it is",
     "time": "microseconds of forward+backward by the wall clock: median and quartiles over interleaved rounds",
@@ -97,8 +96,8 @@ def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
 def variant(name: str, model: nn.Module, x: Tensor, *, is_autocast: bool) -> Variant:
     """The model, or a twin, as a variant has it."""
     own = model if name == BASELINE else zoo.twin(model)
-    if name in (EXACT, OURS):
-        fl.fuse(own, exact=name == EXACT)
+    if name == OURS:
+        fl.fuse(own)
     call = measure.compiled(own) if name == COMPILED else own
 
     def forward() -> Tensor:

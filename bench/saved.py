@@ -1,9 +1,9 @@
 """``python -m bench saved``: the bytes that ``fl.fuse`` spares of whole models, by three counts, and peaks.
 
 Each case is a small model with random weights, in float32, in bfloat16 and under autocast. What its forward pass saves
-for the backward pass is counted in three ways, as it is and after ``fuse``, in both of its modes: by the objects that
-are packed (``own``); by saved-tensor hooks around it, by storage (``hooks``); and by the storages that are alive after
-the forward pass (``living``). Peaks are those of six layers of LLaMA and BERT, with and without transformers'
+for the backward pass is counted in three ways, as it is and after ``fuse``: by the objects that are packed (``own``);
+by saved-tensor hooks around it, by storage (``hooks``); and by the storages that are alive after the forward pass
+(``living``). Peaks are those of six layers of LLaMA and BERT, with and without transformers'
 checkpoints. Times of larger models are ``bench models``.
 """
 
@@ -27,11 +27,10 @@ from .grid import Benchmark
 from .measure import Setting, Variant
 from .zoo import of_transformers as hf
 
-EXACT, OURS = MODES = ("exact", "fusedlayers")
+BASELINE, OURS = VARIANTS = ("eager", "fusedlayers")
 DEFINITIONS = {
     "model": "random weights, training mode, no dropout but where it says so",
-    "eager, exact, fusedlayers": "as it is, after fuse(model, exact=True), after fuse(model); without parameters, "
-    "buffers, inputs",
+    "eager, fusedlayers": "as it is, after fuse(model); without parameters, buffers, inputs",
     "own": "counted by what is packed",
     "hooks": "by saved-tensor hooks around it, each storage once",
     "living": "by the storages that are alive after the forward pass, without the result's",
@@ -55,18 +54,23 @@ class Case:
 
 _TOKENS, _IMAGES = partial(torch.randint, 0, 100, (2, 256)), partial(torch.randn, 2, 3, 128, 128)
 _EFFICIENTNET = {**zoo.EFFICIENTNET, "image_size": 128, "drop_connect_rate": 0.0}
+_SNAKES = partial(zoo.convolutions, act=zoo.Snake)
 MODELS: tuple[tuple[str, Make, Input], ...] = (
     ("BERT", hf("Bert", **zoo.SMALL_BERT, **zoo.NO_DROPOUT), _TOKENS),
     ("BERT with dropouts", hf("Bert", **zoo.SMALL_BERT), _TOKENS),
     ("LLaMA", hf("Llama", **zoo.SMALL_LLAMA), _TOKENS),
     ("Mistral, 1024 wide", hf("Mistral", **zoo.MISTRAL), partial(torch.randint, 0, 100, (1, 1024))),
     ("Qwen 3", hf("Qwen3", **zoo.SMALL_LLAMA, num_key_value_heads=2, head_dim=64), _TOKENS),
+    ("Gemma 3", hf("Gemma3Text", **zoo.SMALL_LLAMA, num_key_value_heads=2, head_dim=64), _TOKENS),
+    ("GPT-2", hf("GPT2", **zoo.SMALL_GPT2), _TOKENS),
+    ("T5 1.1", hf("T5Encoder", **zoo.SMALL_T5), _TOKENS),
     ("EfficientNet-B0", hf("EfficientNet", **_EFFICIENTNET), _IMAGES),
     ("MobileNetV2", hf("MobileNetV2"), _IMAGES),
     ("ConvNeXt", hf("ConvNext", depths=[1, 1, 2, 1]), _IMAGES),
     ("ResNet-50", hf("ResNet"), _IMAGES),
     ("diffusion blocks", zoo.Diffusion, partial(torch.randn, 2, 64, 16, 16)),
     ("convolution, batch norm, SiLU", zoo.convolutions, partial(torch.randn, 4, 32, 24, 24)),
+    ("convolution, batch norm, trained activation", _SNAKES, partial(torch.randn, 4, 32, 24, 24)),
     ("segmentation UNet", zoo.Segmentation, _IMAGES),
 )
 PEAKS: tuple[tuple[str, Make], ...] = (
@@ -91,14 +95,13 @@ def cases() -> Iterator[Case]:
 
 def line(row: dict[str, Any]) -> Iterator[str]:
     if "peak_bytes" in row:
-        cells = [f"{mode} {found / 2**20:.1f} MiB" for mode, found in row["peak_bytes"].items()]
+        cells = [f"{variant} {found / 2**20:.1f} MiB" for variant, found in row["peak_bytes"].items()]
     elif "over_eager_us" in row:
         cells = [f"{row['over_eager_us']} us over eager's"]
     else:
-        cells = [f"eager {row['eager']['hooks'] / 2**20:.2f} MiB"]
-        for mode in MODES:
-            counts = ", ".join(f"{name} {row[mode][name] / 2**20:.2f}" for name in ("own", "hooks", "living"))
-            cells.append(f"{mode} {counts} MiB, share {row[mode]['hooks'] / row['eager']['hooks']:.2f}")
+        eager, ours = row[BASELINE]["hooks"], row[OURS]
+        counts = ", ".join(f"{name} {ours[name] / 2**20:.2f}" for name in ("own", "hooks", "living"))
+        cells = [f"eager {eager / 2**20:.2f} MiB", f"{OURS} {counts} MiB, share {ours['hooks'] / eager:.2f}"]
     yield f"{row['id']}: {'; '.join(cells)}"
 
 
@@ -118,13 +121,12 @@ def measure_bytes(name: str, make: Make, made: Input, dtype: str) -> dict[str, A
 
     own = [*tensors_in(model), x]
     row: dict[str, Any] = {"model": name, "dtype": dtype}
-    for mode in ("eager", *MODES):
-        if mode in MODES:
-            fl.fuse(model, exact=mode == EXACT)
+    for variant in VARIANTS:
+        if variant == OURS:
+            fl.fuse(model)
         hooks, of_weights = by_hooks(run, own)
-        row[mode] = {"hooks": hooks, "of_weights": of_weights, "living": _living(run, own)}
-        if mode in MODES:
-            row[mode]["own"] = count(run(), exclude=own).kept_bytes
+        row[variant] = {"hooks": hooks, "of_weights": of_weights, "living": _living(run, own)}
+    row[OURS]["own"] = count(run(), exclude=own).kept_bytes
     return row
 
 
@@ -188,18 +190,18 @@ def _tracked(run: Callable[[], Tensor], own: Any, when: str) -> tuple[Tensor, in
 
 
 def measure_peaks(name: str, make: Make, dtype: str, is_checkpointed: bool) -> dict[str, Any]:
-    found = {mode: _peak(make, dtype, is_checkpointed, mode) for mode in ("eager", *MODES)}
+    found = {variant: _peak(make, dtype, is_checkpointed, variant == OURS) for variant in VARIANTS}
     return {"name": name, "peak_bytes": found}
 
 
-def _peak(make: Make, dtype: str, is_checkpointed: bool, mode: str) -> int:
+def _peak(make: Make, dtype: str, is_checkpointed: bool, is_fused: bool) -> int:
     torch.manual_seed(SEED)
     model: Any = make().train()
     ids = torch.randint(0, 100, PEAK_TOKENS)
     if is_checkpointed:
         model.gradient_checkpointing_enable()
-    if mode in MODES:
-        fl.fuse(model, exact=mode == EXACT)
+    if is_fused:
+        fl.fuse(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
 

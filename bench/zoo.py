@@ -17,7 +17,8 @@ def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     def make() -> nn.Module:
         hf = importlib.import_module("transformers")
         hf.utils.logging.set_verbosity_error()
-        model: nn.Module = getattr(hf, f"{name}Model")(getattr(hf, f"{name}Config")(**sizes))
+        kind = getattr(hf, f"{name}Model")
+        model: nn.Module = kind(kind.config_class(**sizes))
         return model
 
     return make
@@ -33,6 +34,14 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
 SMALL_BERT = {**SMALL, "intermediate_size": 1024}
 SMALL_LLAMA = {**SMALL, "intermediate_size": 704, "use_cache": False}
+SMALL_GPT2 = {
+    "n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2,
+    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+SMALL_T5 = {
+    "d_model": 256, "d_ff": 512, "d_kv": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 1000,
+    "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
+}  # fmt: skip
 MISTRAL = {
     "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "vocab_size": 1000, "use_cache": False,
@@ -108,11 +117,23 @@ class ConvNorm(nn.Module):
         return y
 
 
-def convolutions(channels: int = 32, blocks: int = 3) -> nn.Module:
-    """A convolution, a batch norm and SiLU, several times; and one more convolution."""
+class Snake(nn.Module):
+    """An activation of a user's, with a trained number (Ziyin et al. 2020)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + torch.sin(self.alpha * x) ** 2 / self.alpha
+        return y
+
+
+def convolutions(channels: int = 32, blocks: int = 3, act: Callable[[], nn.Module] = nn.SiLU) -> nn.Module:
+    """A convolution, a batch norm and an activation, several times; and one more convolution."""
     layers: list[nn.Module] = []
     for _ in range(blocks):
-        layers += [nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), nn.SiLU()]
+        layers += [nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels), act()]
     return nn.Sequential(*layers, nn.Conv2d(channels, 8, 1))
 
 

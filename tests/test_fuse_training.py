@@ -21,7 +21,6 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
 from fusedlayers.recipes import region
-from fusedlayers.utils.autograd_graph import nodes_of
 
 
 @pytest.fixture(autouse=True)
@@ -121,7 +120,7 @@ def test_training_loops(train: Callable[..., list[float]], tmp_path: Path, x: Te
         torch.manual_seed(0)
         model = Net()
         if is_fused:
-            fl.fuse(model, exact=True)
+            fl.fuse(model)
         losses = train(model, x, labels, tmp_path)
         fl.unfuse(model)
         found.append([*losses, *(parameter.sum().item() for parameter in model.parameters())])
@@ -168,8 +167,6 @@ def test_adapters(when: str) -> None:
         y = model(**inputs)[0]
         y.square().mean().backward()
         found.append([y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-        nodes = {node.name() for node in nodes_of([model(**inputs)[0]])}
-        assert ("GateActBackward" in nodes) is (exact is False)
         model.eval().merge_and_unload()(**inputs)
     assert all(map(torch.equal, found[0], found[1])) and are_near(found[2], found[0])
     assert max(bytes_kept[1:]) < 0.8 * bytes_kept[0]
@@ -179,23 +176,15 @@ ON_A_GPU = """
 import json, torch
 from torch import nn
 from bench import fake_gpu
+from bench.overhead import Own
+from bench.zoo import TransformerBlock
 import fusedlayers as fl
 
-class Gated(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.act = nn.RMSNorm(256), nn.SiLU()
-        self.gate, self.up, self.down = nn.Linear(256, 512), nn.Linear(256, 512), nn.Linear(512, 256)
-
-    def forward(self, x):
-        h = self.norm(x)
-        return x + self.down(self.act(self.gate(h)) * self.up(h))
-
 fake = fake_gpu.install()
-model = nn.Sequential(Gated(), nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 8)).bfloat16()
+model = nn.Sequential(TransformerBlock(256, 512, True), nn.Linear(256, 512), Own(), nn.Linear(512, 8)).bfloat16()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-fl.fuse(model)
-x = torch.randn(1024, 256).bfloat16()
+fl.fuse(model, exact=EXACT)
+x = torch.randn(4, 256, 256).bfloat16()
 for number in range(3):
     fake.launches.clear()
     with torch.profiler.profile(acc_events=True) as profile:
@@ -209,11 +198,14 @@ print(json.dumps([[n for n in names if n in {f"aten::{look}" for look in looks}]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a driver of its own")
-def test_a_training_step_looks_at_no_value_on_the_device() -> None:
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_training_step_looks_at_no_value_on_the_device(exact: bool) -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, env=environment)
+    done = subprocess.run(
+        [sys.executable, "-c", f"EXACT = {exact}\n{ON_A_GPU}"], capture_output=True, text=True, env=environment
+    )
     assert done.returncode == 0, done.stderr
     looks, launches = json.loads(done.stdout)
-    assert looks == [] and sum("gate" in kernel for kernel in launches) == 2  # the replay, backward
+    assert looks == [] and (launches == []) is exact, launches
