@@ -341,9 +341,8 @@ def packet_of(operator: Any) -> Any:
     return getattr(operator, "_overloadpacket", None)
 
 
-def signature_of(operator: Any) -> Any:
-    """The arguments and results of an overload of an operator."""
-    return operator._schema
+#: (overload) -> the arguments and results of an overload of an operator.
+signature_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
 
 # --- modes, subclasses, containers and modules ------------------------------------------------------------------------
