@@ -347,8 +347,7 @@ signature_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
 # --- modes, subclasses, containers and modules ------------------------------------------------------------------------
 
-# Imported as they are, from where torch's documentation and the libraries of the field have them:
-# TorchDispatchMode: base of modes that see every operator.
+# TorchDispatchMode: base of modes that see every operator. Its documentation, and others' code, name these places.
 # tree_flatten: the leaves of nested containers, and how they nest, which tree_unflatten takes.
 # tree_leaves: the leaves of nested containers.
 # tree_map_only: a function applied to the leaves of one class.
