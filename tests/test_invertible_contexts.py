@@ -183,12 +183,12 @@ def test_an_inverse_runs_under_its_own_autocast() -> None:
 # Dynamo looks for a gradient of what comes out of a graph break.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled() -> None:
-    module = net().double()
-    compiled = torch.compile(lambda x: module(x.sin()).cos(), backend="aot_eager")
-    x = randn(2, 8)
-    found = step(compiled, (x,), list(module.parameters()))
-    assert worst(found, step(lambda x: module(x.sin()).cos(), (x,), list(module.parameters()))) <= EXACT
-    torch._dynamo.reset()
+    module, x = net().double(), randn(2, 8)
+    for module.invertible in (False, True):
+        compiled = torch.compile(lambda x: module(x.sin()).cos(), backend="aot_eager")
+        found = step(compiled, (x,), list(module.parameters()))
+        assert worst(found, step(lambda x: module(x.sin()).cos(), (x,), list(module.parameters()))) <= EXACT
+        torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported):
         torch.compile(lambda x: module(x), backend="aot_eager", fullgraph=True)(x.requires_grad_())
     torch._dynamo.reset()

@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._torch import refuses_hooks
 from ..derivative.analysis import Analysis, analyse
@@ -159,14 +159,10 @@ def _stated(
     activation: Activation, variables: FreeVariables, function: Split, example: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Activation, Split] | None:
     """The record of a function with ``STATED`` attributes, or of a module with such methods, and its split: its own
-    operands, through which gradients go, are followed by those of its formulas. None for others.
-
-    Raises:
-        ValueError: a formula is not pointwise, missing, or wrong.
-    """
-    name, given, parts = activation.name, activation.function, [function]
-    owner: Any = type(given) if isinstance(given, nn.Module) else given  # modules' __getattr__ is slow
-    for stated in itertools.takewhile(lambda stated: hasattr(owner, stated), STATED):
+    operands, through which gradients go, are followed by those of its formulas. None for others. A formula that is not
+    pointwise, is missing, or is wrong raises ValueError."""
+    name, parts = activation.name, [function]
+    for stated in itertools.takewhile(lambda stated: hasattr(activation.function, stated), STATED):
         rebind = lambda tensors, stated=stated: getattr(variables.rebind(tensors), stated)
         try:
             parts.append(split_trace(variables._replace(rebind=rebind), example, dtype))
@@ -184,13 +180,11 @@ def _stated(
         fixed = [tensor.detach() for tensor in tensors]
         return (*function.prologue(*tensors), *(p for part in parts[1:] for p in part.prologue(*fixed)))
 
-    def body(z: Tensor, *operands: Tensor) -> Tensor:
-        return function.body(z, *operands[:first])
-
     def told(y: Tensor, *operands: Tensor) -> tuple[Tensor, Tensor]:
         z = within_reach(parts[2].body(y, *operands[last:]), y) if dims else y
         return parts[1].body(y, *operands[first:last]), z
 
+    body = lambda z, *operands: function.body(z, *operands[:first])
     found = Activation(name, body, operand_dims=dims, is_traced=True, told=told)
     _check_stated(found, first, variables, prologue)
     if not dims:  # as a row of the table

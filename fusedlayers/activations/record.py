@@ -142,8 +142,7 @@ class Activation:
         is_traced: ``function`` is the trace of a user's callable.
         torch_keeps_less: its output does not determine its derivative, and PyTorch keeps less for it than its input
             and its output, as of ``torch.exp``.
-        told: ``told(y, *operands)``, the derivative and the input in terms of the output, if a function that reads
-            tensors states them.
+        told: ``told(y, *operands)``, the derivative and the input, if a function that reads tensors states them.
         is_identity: y = z.
         is_folded: the function has a fold, so the saved output carries a branch bit.
         plain: ``plain(z)``, what a user of PyTorch would call: torch's own function where there is one, which saves the

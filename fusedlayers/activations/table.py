@@ -138,8 +138,8 @@ def activation(
     >>> fl.bias_act(torch.tensor([0.0, 1.0]), None, "two_sided_decay")
     tensor([0.0000, 0.6321])
     """
-    stated = {STATED[0]: derivative_given_output, STATED[1]: input_given_output}
-    stated = {part: formula for part, formula in stated.items() if formula is not None}
+    formulas = zip(STATED, (derivative_given_output, input_given_output), strict=True)
+    stated = {part: formula for part, formula in formulas if formula is not None}
     if function is None:
         return functools.partial(activation, name=name, **stated)
     if isinstance(function, nn.Module) or not callable(function):

@@ -50,8 +50,7 @@ def input_of(function: Function, y: Tensor, fold: Fold | None, marked: Tensor | 
 
 
 def within_reach(z: Tensor, y: Tensor) -> Tensor:
-    """An input z that follows from the output y, as a number: a y that was rounded past the function's limit has no
-    input, and counts as that limit, and f' of an infinite input may be infinity / infinity."""
+    """z, which follows from y, as a number that f' can be computed at: y may be rounded past the function's limit."""
     return torch.where(z.isnan(), y.sign() * 1e9, z).clamp(-1e9, 1e9)
 
 

@@ -134,8 +134,7 @@ def checked(module: InvertibleModule, inputs: tuple[Any, ...], rtol: float, atol
 
 def _runs(module: InvertibleModule, inputs: tuple[Any, ...]) -> Iterator[_Run]:
     for name, part in module._leaf_modules():
-        is_inverted = part.checkpoint and part.invertible and part._can_invert(inputs)
-        function = part._as_function()
+        function, is_inverted = part._as_function(), part.checkpoint and part.invertible and part._can_invert(inputs)
         state = RunState(function, inputs)
         # Gradients are on, because activations record the branch then. Copies, for the function may overwrite its
         # inputs, and a later one its outputs.

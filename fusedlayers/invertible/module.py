@@ -79,7 +79,8 @@ class InvertibleModule(nn.Module):
     def forward(self, *inputs: Any) -> Any:
         if self.checkpoint and can_checkpoint():
             if not self.invertible:
-                return recomputed(self._run_without_inverses, self, inputs, {}, "all")
+                # "plain": modules inside run alike both times.
+                return recomputed(in_mode("plain")(self._run_plain), self, inputs, {}, "all")
             if self._can_invert(inputs):
                 return self._run_inverted(inputs)
         return self._run_plain(*inputs)
@@ -94,10 +95,6 @@ class InvertibleModule(nn.Module):
     def _run_plain(self, *inputs: Any) -> Any:
         """The outputs that the caller sees, left to autograd."""
         return single_or_tuple(as_tuple(self.call_function(*inputs))[: self._visible()])
-
-    def _run_without_inverses(self, *inputs: Any) -> Any:
-        with in_mode("plain"):
-            return self._run_plain(*inputs)
 
     def _visible(self, *, of_inverse: bool = False) -> int | None:
         """How many values of ``call_function``, or of ``call_inverse``, the caller sees."""
@@ -144,9 +141,8 @@ class InvertibleModule(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        flags = [f"{name}=False" for name in ("checkpoint", "invertible") if not getattr(self, name)]
-        flags += ["reversed=True"] * self.reversed
-        flags += [f"num_inputs={self.num_inputs}"] * (self.num_inputs != type(self).num_inputs)
+        usual = {"checkpoint": True, "invertible": True, "reversed": False, "num_inputs": type(self).num_inputs}
+        flags = (f"{name}={getattr(self, name)}" for name in usual if getattr(self, name) != usual[name])
         return ", ".join(filter(None, (self.described(), *flags)))
 
     def described(self) -> str:

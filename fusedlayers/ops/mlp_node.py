@@ -26,7 +26,7 @@ from .._torch import Node
 from ..kernels import GradientRequest
 from .mlp_forward import Block, Linear, linear, run, unpacked
 from .saved_buffers import take_over
-from .second_derivatives import activated, gradients_through, needs_composite
+from .second_derivatives import applied, gradients_through, needs_composite
 
 
 class MLP(Node):
@@ -293,7 +293,9 @@ def _differentiable(
     def without_bias(x: Tensor, w: Tensor, *tensors: Any) -> Tensor:
         weights, biases, operands = _split(tensors, count)
         parts = [F.linear(x, *layer) for layer in block.unpacked(_layers(weights, biases))]
-        hidden = functools.reduce(torch.mul, parts[1:], activated(block.activation, parts[0], operands, -1)).to(x.dtype)
+        hidden = functools.reduce(torch.mul, parts[1:], applied(block.activation.plain, parts[0], operands, -1)).to(
+            x.dtype
+        )
         return F.linear(hidden if block.dropout is None else block.dropout.apply(hidden), w)
 
     wanted = needs.x, needs.w, *needs.weights, *needs.biases, *needs.operands

@@ -14,7 +14,7 @@ They are two nodes and not one because dy is then freed before the matmul's grad
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from ..kernels.operations import Recompute
 from ..utils.caching import in_clean_state
 from ..utils.layout import along, sum_along
 from .saved_buffers import expected_from_hooks, saved_output, take_over
-from .second_derivatives import AtPlace, SavedOutput, activated, gradients_through, needs_composite, spread
+from .second_derivatives import AtPlace, SavedOutput, applied, gradients_through, needs_composite
 
 if TYPE_CHECKING:
     from ..plan import Plan
@@ -117,7 +117,7 @@ def _gradients(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[A
         else:  # as from the input that y tells
             y, *operands = saved
             with torch.no_grad():
-                z = plan.activation.told(upcast(y), *spread(operands, plan.dim, y.dim()))[1]
+                _, z = applied(plan.activation.told, y, operands, plan.dim)
             saved[0] = AtPlace.apply(z, plan.dim, *ctx.places) if torch.is_grad_enabled() else z
     else:
         saved = list(ctx.saved_tensors)
@@ -127,11 +127,10 @@ def _gradients(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[A
             saved, may_overwrite = [z, *operands], z is not x
     given, *operands = saved
     if is_composite:
-        function = lambda z, *operands: activated(plan.activation, z, operands, plan.dim)
+        function = lambda z, *operands: applied(plan.activation.plain, z, operands, plan.dim)
         dz, *dp = gradients_through(function, saved, (True, *needs), upcast(dy))
         return [dz, sum_along(dz, plan.dim) if needs_b else None, *dp]
-    kind: Literal["output", "input"] = "output" if plan.saved == "output" else "input"
-    request = GradientRequest(kind, may_overwrite, needs_b, tuple(needs))
+    request = GradientRequest("output" if plan.saved == "output" else "input", may_overwrite, needs_b, tuple(needs))
     dz, db, *dp = plan.backend.gradient(dy, given, plan.activation, operands, request, dim=plan.dim)
     return [dz, db, *(None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True))]
 

@@ -59,16 +59,9 @@ def gradients_through(
     return [next(found) if need else None for need in needs]
 
 
-def activated(activation: Activation, z: Tensor, operands: Sequence[Tensor], dim: int) -> Tensor:
-    """``f(z, *operands)``, operands along ``dim``, in float32 or wider, in operations that autograd differentiates."""
-    given = spread(operands, dim, z.dim())
-    y: Tensor = activation.function(upcast(z), *given) if given else activation.plain(upcast(z))
-    return y
-
-
-def spread(operands: Sequence[Tensor], dim: int, dims: int) -> list[Tensor]:
-    """Operands in float32 or wider, shaped to run along ``dim`` of a tensor with so many dimensions."""
-    return [operand_along(upcast(p), dim, dims) for p in operands]
+def applied(function: Callable[..., Any], z: Tensor, operands: Sequence[Tensor], dim: int) -> Any:
+    """``function(z, *operands)`` in float32 or wider, operands along ``dim``."""
+    return function(upcast(z), *(operand_along(upcast(p), dim, z.dim()) for p in operands))
 
 
 # --- from the output --------------------------------------------------------------------------------------------------
