@@ -33,7 +33,7 @@ class OverRows(nn.Module):
 def test_recognised(act: nn.Module, node: str | None) -> None:
     model, x = nn.Sequential(nn.Linear(64, 256), act, nn.Linear(256, 8)), torch.randn(32, 64)
     expected = model(x)
-    fl.fuse(model)
+    fl.fuse(model, exact=False)
     y = model[1](model[0](x))
     assert (y.grad_fn.name() == "BiasActBackward") == (node is not None)
     torch.testing.assert_close(model(x), expected)

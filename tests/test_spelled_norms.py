@@ -72,7 +72,7 @@ every_kind = pytest.mark.parametrize("kind", OPTIONS)
 
 def fused(module: nn.Module) -> nn.Sequential:
     model = nn.Sequential(module)
-    fl.fuse(model)
+    fl.fuse(model, exact=False)
     return model
 
 
@@ -152,7 +152,7 @@ def test_the_input_is_saved_and_a_number_for_each_row(kind: type[nn.Module], dty
     """The layer behind it saves nothing more."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), kind(), nn.Linear(WIDTH, WIDTH)).to(dtype)
     x = torch.randn(256, WIDTH).to(dtype)
-    fl.fuse(model)
+    fl.fuse(model, exact=False)
     found = count(model(x), [x, *model.parameters()])
     assert found.kept_bytes == x.nbytes + 4 * len(x) and [s.made_by for s in found.spared] == ["RmsNormBackward"]
     assert saved_bytes(model, x, exclude=[x, *model.parameters()]) == found.kept_bytes
@@ -166,7 +166,7 @@ def test_the_input_is_saved_and_a_number_for_each_row(kind: type[nn.Module], dty
 @pytest.mark.parametrize("behind", [False, True])
 def test_an_edited_weight_is_an_error_also_where_a_replay_reads_it(behind: bool) -> None:
     model, x = nn.Sequential(Llama(), nn.Linear(WIDTH, WIDTH)), torch.randn(256, WIDTH, requires_grad=not behind)
-    fl.fuse(model)
+    fl.fuse(model, exact=False)
     y = model(x)
     with torch.no_grad():
         model[0].weight.mul_(2.0)

@@ -74,7 +74,7 @@ class FuseReport(Report):
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        mode = ", and gradients are PyTorch's to the last bit" if self.exact else ""
+        mode = ", with the same gradients to the last bit" if self.exact else ""
         advice = "" if self.saved_bytes else "; with inputs this report has bytes: fuse(model, inputs)"
         yield f"{self.name}: fused, every value is saved once{mode}{advice}"
         yield from (line for note in self.notes for line in ("", note))

@@ -170,9 +170,8 @@ class Call:
         method = run.func
         if type(method) is not MethodType or method.__self__ is not module or _heavy.get(method.__code__):
             return None
-        if any(may_be_freed(p) for p in module._parameters.values() if p is not None):
-            return None
-        return cls(module, method.__func__, run, tensors)
+        call = cls(module, method.__func__, run, tensors)
+        return None if any(may_be_freed(t) for t in call.tensors if t.requires_grad) else call
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
         """Whether nothing has written to the tensors of the module, and these, since the call began."""
