@@ -378,7 +378,7 @@ ensure_cuda_guard: Callable[[], None] = _private(
 
 #: Decorator: dynamo calls the function and does not trace it. ``torch.compiler.disable`` would import dynamo at once.
 disable_dynamo: Callable[..., Any] = _private(
-    "torch:_disable_dynamo", "importing fusedlayers imports dynamo", torch.compiler.disable
+    "torch:_disable_dynamo", "importing fusedlayers imports dynamo", torch.compiler.disable, lambda f: callable(f(f))
 )
 
 
