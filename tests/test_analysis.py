@@ -72,6 +72,8 @@ def _stairs(z: Tensor) -> Tensor:
     return sum((torch.relu(z - k) * (-1) ** k for k in range(-14, 14)), start=0.01 * z)
 
 
+_CLAMP_HAS_KINKS = torch.__version__ < "2.14"
+
 REFUSALS: dict[str, tuple[Function, str]] = {
     "turns twice": (lambda z: z**3 / (1 + z * z) - 0.5 * z, r"turns 2 times \(z = -0\.\d+, 0\.\d+\)"),
     "turns often": (lambda z: torch.sin(3 * z) * torch.exp(-z * z / 50), r"turns \d+ times .*\.\.\."),
@@ -104,7 +106,8 @@ REFUSALS: dict[str, tuple[Function, str]] = {
     "far from 0": (lambda z: torch.relu(z) + 1000, "too coarsely: a float32 output determines the derivative to"),
     "capped": (lambda z: z.clamp(max=0.77), "kink at z = 0.77, which is no multiple"),
     # What autograd returns at a kink, of which an output knows nothing.
-    "clamp": (lambda z: torch.clamp(z, -0.125, 2.0) + 0.0 * torch.tanh(z), "derivative at its kink"),
+    # From torch 2.14 on clamp's derivative at its limits is 0, as beyond them, which the output tells.
+    "clamp": (lambda z: torch.clamp(z, -0.125, 2.0) + 0.0 * torch.tanh(z), "derivative at its kink" * _CLAMP_HAS_KINKS),
     "maximum of two": (lambda z: torch.tanh(torch.maximum(z, torch.zeros_like(z))), "derivative at its kink"),
     "relu by abs": (lambda z: torch.tanh((z + z.abs()) / 2), "derivative at its kink"),
 }
@@ -114,7 +117,7 @@ REFUSALS: dict[str, tuple[Function, str]] = {
 def test_refusals_have_a_reason(name: str) -> None:
     function, reason = REFUSALS[name]
     refusal = analyse(function).output_refusal(torch.float32)
-    assert refusal is not None and re.search(reason, refusal), refusal
+    assert re.search(reason, refusal or "") and bool(refusal) == bool(reason), refusal
 
 
 def test_falling_outputs_may_settle_below_0() -> None:
