@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
+from fusedlayers.recipes import region
 
 # --- the model -------------------------------------------------------------------------------------------------------
 
@@ -243,6 +244,7 @@ def _in_processes(model: nn.Module, x: Tensor, autocast: bool = False) -> Found:
 
 
 def _everything(rank: int, count: int) -> dict[tuple[str, str], Found]:
+    region.LEAST_BYTES = 1 << 6
     found = {}
     for name, engine in ENGINES.items():
         mesh = engine.mesh(count)
