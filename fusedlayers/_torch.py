@@ -36,7 +36,6 @@ from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 #: The versions that the tests run on.
 _OLDEST, _NEWEST = (2, 11), (2, 15)
-#: That of this torch.
 _VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if _VERSION < _OLDEST:
     raise ImportError(
@@ -301,7 +300,6 @@ def _plain(value: Any) -> Any:
 
 #: The class of ``torch.ops.aten.add.Tensor``.
 OpOverload: Any = type(torch.ops.aten.add.Tensor)
-_NONE = SimpleNamespace(default=None, __name__="")
 
 
 def batch_norm_with_statistics(x: Tensor, *others: Any) -> tuple[Tensor, ...]:
@@ -316,23 +314,27 @@ _batch_norm: Callable[..., tuple[Tensor, ...]] = _private(
     lambda *args: torch.native_batch_norm(*args[:-1]),
     lambda found: len(found(torch.ones(2, 1), None, None, None, None, True, 0.0, 1e-5, False)) > 2,
 )
+
+
+def _aten(name: str, effect: str = _TRACES, instead: Any = SimpleNamespace(default=None, __name__="")) -> Any:
+    return _private(f"torch:ops.aten.{name}", effect, instead, lambda found: hasattr(found, "default"))
+
+
 #: A tensor converted to a dtype, in a trace.
-TO_COPY: Any = _private("torch:ops.aten._to_copy", _TRACES, _NONE)
+TO_COPY: Any = _aten("_to_copy")
 #: A tensor turned into a number, in a trace: ``item()``.
-LOCAL_SCALAR: Any = _private("torch:ops.aten._local_scalar_dense", _TRACES, _NONE)
+LOCAL_SCALAR: Any = _aten("_local_scalar_dense")
 #: PReLU, in a trace, and to replay it; or None.
-PRELU: Any = _private(
-    "torch:ops.aten._prelu_kernel", _TRACES, None, _returns(Tensor, torch.empty(1, 1), torch.empty(1))
-)
+PRELU: Any = _aten("_prelu_kernel", instead=None)
 #: PReLU's gradients, in a trace.
-PRELU_BACKWARD: Any = _private("torch:ops.aten._prelu_kernel_backward", _TRACES, _NONE)
+PRELU_BACKWARD: Any = _aten("_prelu_kernel_backward")
 #: Autograd's gradients that are zero, in a trace.
-EFFICIENT_ZEROS: Any = _private("torch:ops.aten._efficientzerotensor", _TRACES, _NONE)
+EFFICIENT_ZEROS: Any = _aten("_efficientzerotensor")
 #: Scaled dot product attention on a GPU, of which ``flop_counter`` counts the arithmetic.
-FLASH_ATTENTION: Any = _private("torch:ops.aten._scaled_dot_product_flash_attention", "attention costs nothing", None)
+FLASH_ATTENTION: Any = _aten("_scaled_dot_product_flash_attention", "attention costs nothing", None)
 #: The same on a CPU, of which it does not.
-CPU_FLASH_ATTENTION: Any = _private(
-    "torch:ops.aten._scaled_dot_product_flash_attention_for_cpu", "recompute='cheap' recomputes attention", None
+CPU_FLASH_ATTENTION: Any = _aten(
+    "_scaled_dot_product_flash_attention_for_cpu", "recompute='cheap' recomputes attention", None
 )
 
 
@@ -356,7 +358,7 @@ signature_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 #: (tensor) -> bool: whether it is made of inner tensors, as DTensor is. (By torch's annotation no tensor is.)
 is_traceable_wrapper_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass
 #: A tensor without data, which tracing computes shapes with.
-FakeTensor: Any = _private("torch._subclasses.fake_tensor:FakeTensor", "reports do not serve fake tensors", ())
+FakeTensor: Any = _private("torch._subclasses.fake_tensor:FakeTensor", "reports serve no fake tensors", (), _is_class)
 #: The logger that prints the traceback of errors under fake tensors.
 FAKE_TENSOR_LOGGER = "torch._subclasses.fake_tensor"
 
@@ -370,9 +372,7 @@ def check_input_dim(module: Any, x: Tensor) -> None:
 
 #: () -> None. Without a GPU torch 2.11 makes a stand-in for one when it first traces, and frees it with the thread that
 #: traced (pytorch#178950): called before on a thread that lasts, this makes it there.
-ensure_cuda_guard: Callable[[], None] = _private(
-    "torch:_C._ensureCUDADeviceGuardSet", "nothing, from torch 2.12 on", _nothing
-)
+ensure_cuda_guard: Callable[[], object] = torch._C._ensureCUDADeviceGuardSet if _VERSION < (2, 12) else _nothing
 
 # --- compilers and tracers, some in modules that torch loads late -----------------------------------------------------
 

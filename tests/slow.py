@@ -94,6 +94,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_functions": 3,
     },
     "test_gpu_check": {
+        "test_it_runs_on_the_fake_driver": 0,
         "test_killed_at_any_time_it_leaves_what_it_has": 0,
     },
     "test_invertible_layers": {

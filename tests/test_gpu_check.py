@@ -51,6 +51,21 @@ def test_it_refuses_unknown_items(tmp_path: Path) -> None:
     assert process.returncode == 2 and "there is no item 'kernel'" in printed and "'kernels'" in printed
 
 
+def test_it_runs_on_the_fake_driver(tmp_path: Path) -> None:
+    """Some of each kind of item."""
+    items = ("environment", "contexts", "dense", "tests")
+    process = _start(tmp_path, "--fake", "--scale", "4", *(word for item in items for word in ("--only", item)))
+    printed, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, printed
+    lines = _lines(tmp_path)
+    assert [line["case"] for line in lines if line["item"] == "environment"] == ["versions"]
+    assert {line["item"] for line in lines} == set(items)
+    text = (tmp_path / "summary.md").read_text()
+    assert text in printed and "- contexts: 10 of 10 passed" in text and f"torch {torch.__version__}" in text
+    files = {"results.jsonl", "summary.md", "log.txt", "dense.json"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+
+
 def test_killed_at_any_time_it_leaves_what_it_has(tmp_path: Path) -> None:
     for name in ("results.jsonl", "dense.json"):
         (tmp_path / name).write_text("left behind by an earlier run")
