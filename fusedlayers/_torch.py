@@ -316,26 +316,25 @@ _batch_norm: Callable[..., tuple[Tensor, ...]] = _private(
 )
 
 
-def _aten(name: str, effect: str = _TRACES, instead: Any = SimpleNamespace(default=None, __name__="")) -> Any:
-    return _private(f"torch:ops.aten.{name}", effect, instead, lambda found: hasattr(found, "default"))
+def _aten(name: str, effect: str = _TRACES) -> Any:
+    none = SimpleNamespace(default=None, __name__="")
+    return _private(f"torch:ops.aten.{name}", effect, none, lambda found: hasattr(found, "default"))
 
 
 #: A tensor converted to a dtype, in a trace.
 TO_COPY: Any = _aten("_to_copy")
 #: A tensor turned into a number, in a trace: ``item()``.
 LOCAL_SCALAR: Any = _aten("_local_scalar_dense")
-#: PReLU, in a trace, and to replay it; or None.
-PRELU: Any = _aten("_prelu_kernel", instead=None)
+#: PReLU, in a trace, and to replay it.
+PRELU: Any = _aten("_prelu_kernel")
 #: PReLU's gradients, in a trace.
 PRELU_BACKWARD: Any = _aten("_prelu_kernel_backward")
 #: Autograd's gradients that are zero, in a trace.
 EFFICIENT_ZEROS: Any = _aten("_efficientzerotensor")
 #: Scaled dot product attention on a GPU, of which ``flop_counter`` counts the arithmetic.
-FLASH_ATTENTION: Any = _aten("_scaled_dot_product_flash_attention", "attention costs nothing", None)
+FLASH_ATTENTION: Any = _aten("_scaled_dot_product_flash_attention", "attention costs nothing")
 #: The same on a CPU, of which it does not.
-CPU_FLASH_ATTENTION: Any = _aten(
-    "_scaled_dot_product_flash_attention_for_cpu", "recompute='cheap' recomputes attention", None
-)
+CPU_FLASH_ATTENTION: Any = _aten("_scaled_dot_product_flash_attention_for_cpu", "'cheap' recomputes attention")
 
 
 def packet_of(operator: Any) -> Any:

@@ -173,7 +173,7 @@ REPLAYS: dict[str, Rule] = {
     "LogSigmoidBackward0": _of(F.logsigmoid),
     "SoftshrinkBackward0": _of(F.softshrink, "lambd"),
     "HardshrinkBackward0": _of(F.hardshrink, "lambd"),
-    **({} if PRELU is None else {"PreluKernelBackward0": _of_two(PRELU, "weight")}),
+    **({} if PRELU.default is None else {"PreluKernelBackward0": _of_two(PRELU, "weight")}),
     "PowBackward0": _of(torch.pow, "exponent"),
     "MaxPool2DWithIndicesBackward0": _max_pool,
     "IndexBackward0": _index,
