@@ -21,7 +21,6 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -317,7 +316,7 @@ _batch_norm: Callable[..., tuple[Tensor, ...]] = _private(
 
 
 def _aten(name: str, effect: str = _TRACES) -> Any:
-    none = SimpleNamespace(default=None, __name__="")
+    none = type("none", (), {"default": None})
     return _private(f"torch:ops.aten.{name}", effect, none, lambda found: hasattr(found, "default"))
 
 
