@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from recipe_cases import NewGELU, Noisy, OwnFunction, Trained
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -114,6 +115,23 @@ def test_the_peak_of_a_step_is_not_above_eagers(x: Tensor) -> None:
 
 def test_the_result_of_a_function_of_a_users_is_not_saved(x: Tensor) -> None:
     model = between_layers(OwnFunction())
+    before = kept(model, x)
+    fl.fuse(model)
+    assert kept(model, x) == before - x.nbytes and same(model, x)
+
+
+def test_the_result_is_not_saved_where_the_leaf_saves_a_view_and_little_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Norm(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.layer_norm(x, (8,), eps=1e-3)
+
+    class Transpose(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.transpose(1, 2)
+
+    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 10)  # more than the statistics take
+    x = torch.randn(4, 8, 16)
+    model = nn.Sequential(nn.Conv1d(8, 8, 1), Transpose(), Norm(), nn.Linear(8, 8))
     before = kept(model, x)
     fl.fuse(model)
     assert kept(model, x) == before - x.nbytes and same(model, x)

@@ -106,7 +106,8 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
     ]
     sizes = {_storage(t): t.untyped_storage().nbytes() for _, _, t in replaced}
     gained = sum(sizes.values()) - sizes.get(own, 0)  # the next layer saves the result, as a rule
-    arguments: Any = [region.value_of(t) if gained else region.known(t) for t in tensors]
+    packed = {id(tensor): value for value, tensor in log}
+    arguments: Any = [region.value_of(t) if gained else packed.get(id(t)) or region.known(t) for t in tensors]
     frame = None
     if gained > sum(value.nbytes for value in _stored_in(arguments) if not value.readers):
         frame = Frame(call, arguments, region)
