@@ -56,6 +56,24 @@ class TanhGELU(nn.Module):
         return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3.0))))
 
 
+class Trained(nn.Module):
+    """Swish with trained numbers, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta, self.slope = nn.Parameter(torch.tensor(1.3)), nn.Parameter(torch.tensor(0.2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > -1, x * torch.sigmoid(self.beta * x), self.slope * x)
+
+
+class Shared(nn.Module):
+    """What it returns is its argument."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
 def _act_module(name: str) -> nn.Module:
     name, _, how = name.partition(" ")
     kind: Any = getattr(nn, name, None) or globals()[name]
@@ -66,7 +84,7 @@ ACT_MODULES = (
     *("GELU", "SiLU", "SiLU inplace", "ReLU", "ReLU inplace", "LeakyReLU", "LeakyReLU inplace", "ELU", "ELU inplace"),
     *("Mish", "Mish inplace", "Hardswish", "Hardswish inplace", "Softplus", "Tanh", "Sigmoid", "SELU", "CELU inplace"),
     *("ReLU6", "Hardtanh inplace", "Hardsigmoid", "LogSigmoid", "Softsign", "Tanhshrink"),
-    *("QuickGELU", "TanhGELU"),
+    *("QuickGELU", "TanhGELU", "Trained", "Trained", "Shared"),
 )
 _FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     **{
@@ -78,6 +96,12 @@ _FORMS: dict[str, Callable[[Tensor], Tensor]] = {
     "leaky 0.3": lambda h: F.leaky_relu(h, 0.3),
     "spelled silu": lambda h: h * torch.sigmoid(h),
     "spelled gelu": lambda h: 0.5 * h * (1 + torch.erf(h * 0.7071067811865476)),
+    "where": lambda h: torch.where(h > 0.1, h * h, h.sin()),
+    "masked": lambda h: h.exp().masked_fill(h > 1, 0.5),
+    "softmax": lambda h: 3 * h.softmax(-1),
+    "cast": lambda h: h.to(torch.bfloat16).to(h.dtype).tanh() * h,
+    "narrow": lambda h: h.to(torch.bfloat16).sigmoid().square().to(h.dtype),
+    "index": lambda h: (h * 2)[torch.arange(h.shape[0]).flip(0)] * h,
     "silu_": lambda h: F.silu(h, inplace=True),
     "elu_": lambda h: F.elu_(h),
     "leaky_relu_": lambda h: F.leaky_relu(h, 0.1, inplace=True),
@@ -299,7 +323,6 @@ class Program:
             backward pass; "autocast".
         is_second: whether gradients are differentiated once more.
         x_needs_gradient: whether the input does.
-        draw: which of the inputs of this program.
     """
 
     seed: int
@@ -309,8 +332,6 @@ class Program:
     x_needs_gradient: bool = False
     is_image: bool = False
     is_channels_last: bool = False
-    uses_autocast: bool = False
-    draw: int = 0
 
     def __post_init__(self) -> None:
         rng = random.Random(f"program {self.seed}")
@@ -336,7 +357,7 @@ class Program:
 
     def inputs(self) -> Tensor:
         leading = self.leading
-        generator = torch.Generator().manual_seed(self.seed + 1_000_003 * self.draw)
+        generator = torch.Generator().manual_seed(self.seed)
         if not self.is_image:
             return torch.randn(*leading, self.width, generator=generator)
         x = torch.randn(leading[0], 3, leading[1], leading[1], generator=generator)
@@ -352,8 +373,6 @@ class Program:
         if self.is_channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.set_rng_state(state)
-        blocks = [module for module in model.modules() if isinstance(module, Steps)]
-        self.uses_autocast = self.outside == "autocast" or any("'autocast'" in str(block.steps) for block in blocks)
         return model, log
 
     @contextmanager

@@ -120,7 +120,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_under_the_compiler": 1,
     },
     "test_programs": {
-        "test_exact_programs": 2,
         "test_programs": 2,
     },
     "test_races": {
