@@ -184,7 +184,9 @@ def _because(made_by: str, nbytes: int, owner: Any) -> str:
         return "backward reads this output"
     if not made_by:
         return "input or mask"
-    return "its operands are not saved" if made_by in REPLAYS or made_by in RESULTS else "no single pass makes it"
+    return (
+        "an operand or number is in no node" if made_by in REPLAYS or made_by in RESULTS else "no single pass makes it"
+    )
 
 
 def _packed_by(node: Any) -> list[Value]:
