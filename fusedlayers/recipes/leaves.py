@@ -118,6 +118,7 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
     if whole.output_nr == 0 and own not in held and None not in arguments:
         found = None if frame is None else weakref.ref(frame)
         node: Any = whole.grad_fn
+        region.has_leaves = True
         node.metadata[_MADE] = whole._version, call, [*map(weakref.ref, arguments)], found
 
 

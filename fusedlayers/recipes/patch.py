@@ -119,9 +119,12 @@ class Patch:
             return self._compiled(*args, **kwargs)
         module: Any = sys._getframe(1).f_locals.get("self")
         # ``copy.copy`` of a module, and the replicas of ``nn.DataParallel``, share its attributes, this one too.
-        if module is not self.module and not (isinstance(module, nn.Module) and vars(module).get("forward") is self):
+        own = self._module()
+        if module is not own and not (isinstance(module, nn.Module) and vars(module).get("forward") is self):
             module = self.module
         forward = self.replaced or type(module).forward.__get__(module)
+        if self.role is None and not self.recompute and (region := current_region()) and region.knows_parameters:
+            return forward(*args, **kwargs)
         if not self.is_attached or not can_enter() or torchscript_state() is not None:
             return forward(*args, **kwargs)
         run = functools.partial(self._saving_once, module, forward)

@@ -144,7 +144,7 @@ class Stored(Value):
     def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:
         self.region, self.version = region, tensor._version
         if tensor.layout is torch.strided:
-            self.nbytes = tensor.numel() * tensor.itemsize
+            self.nbytes = tensor.nbytes
         if hooks is None:
             # Detached, for a tensor that an operation in place has made its own result would hold its own node.
             self.packed: Any = tensor if tensor.grad_fn is None else tensor.detach()

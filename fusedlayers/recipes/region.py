@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from .._torch import (
 from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.module_state import modules_in
 from ..validation import PLAIN_TYPES
+from . import masks
 from .leaves import result_of_leaf
 from .masks import Mask, mask_of, may_be_mask
 from .norms import may_be_freed
@@ -62,6 +63,7 @@ class Region:
         hooks: those that were there before; they get what is saved.
         knows_parameters: whether recipes may be made of a model's parameters.
         log: what is packed while a leaf runs (``leaves.py``); None while none does.
+        has_leaves: whether one has run.
     """
 
     def __init__(self, hooks: Hooks | None) -> None:
@@ -73,20 +75,21 @@ class Region:
         self._began = 0
         self._versions: dict[int, int] = {}
         self._masks: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Mask]]] = {}
-        self._given: set[int] = set()
+        self._model: weakref.ref[nn.Module] | None = None
+        self._given: Sequence[Any] = ()
+        self._kept: set[int] | None = None
         self.log: list[tuple[Value, Tensor]] | None = None
+        self.has_leaves = False
 
     def begin(self, model: nn.Module | None, given: Iterable[Any] = ()) -> None:
         """Let recipes be made of this model's parameters, by nodes that are made from now on. The masks among its
         buffers, and among what it is given, stay in memory whoever saves them."""
         self._began, self.knows_parameters = sequence_number(), model is not None
-        self._versions = {}
-        self._given = {id(value) for value in given}
-        for module in () if model is None else modules_in(model):  # a third of the time of model.parameters()
-            for p in module._parameters.values():
-                if p is not None and not p.is_inference():
-                    self._versions[id(p)] = p._version
-            self._given.update(map(id, module._buffers.values()))
+        self._versions, self._given, self._kept = {}, (*map(id, given),), None
+        if model is not None:
+            self._model = weakref.ref(model)
+            found = _PARAMETERS.get(model) or _PARAMETERS.setdefault(model, _parameters_of(model))
+            self._versions = {id(p): p._version for ref in found if (p := ref()) is not None}
 
     @staticmethod
     def can_replay(tensor: Tensor) -> bool:
@@ -115,16 +118,18 @@ class Region:
 
     def pack(self, tensor: Tensor) -> Value:
         """The value that a node keeps in the place of a tensor."""
-        mask = self._mask_of(tensor) if tensor.grad_fn is None and may_be_mask(tensor) else None
-        if mask is not None:
-            value: Value = mask
-            value.claim()
-        elif tensor.grad_fn is None and (self.hooks is None or self._is_checkpointed):  # a parameter, or a node's own
+        if tensor.grad_fn is not None:
+            value = self.value_of(tensor)
+        elif may_be_mask(tensor) and (mask := self._mask_of(tensor)) is not None:
+            value = mask
+        elif self.hooks is None or self._is_checkpointed:  # a parameter, or a node's own
             value = Stored(tensor, self.hooks, self)
-            value.readers = 1
         else:
             value = self.value_of(tensor)
+        if value.operands:
             value.claim()
+        else:
+            value.readers += 1
         if self.log is not None:
             self.log.append((value, tensor))
         return value
@@ -138,13 +143,16 @@ class Region:
             return self._as_it_is(tensor, whole)
         if self._is_checkpointed and number_of(node) < self._made:
             return Stored(tensor, self.hooks, self)  # an argument may be a view, and is none in the second run
-        name = node.name()
         value = self._known(node)
-        is_other = isinstance(value, Stored) and value.strides not in (None, whole.stride())
-        if value is not None and (value.version != whole._version or is_other):  # written to since
+        if isinstance(value, Stored):
+            if value.version != whole._version or value.strides not in (None, whole.stride()):  # written to since
+                return Stored(tensor, self.hooks, self)
+            if not value.operands and type(node).__name__ in RESULTS:  # which its node has saved, so far
+                value = self._recipe(node, whole) or value
+        elif value is None:
+            value = self._recipe(node, whole)
+        elif value.version != whole._version:
             return Stored(tensor, self.hooks, self)
-        if value is None or (value.source is value and name in RESULTS):  # which its node has saved, so far
-            value = self._recipe(node, whole) or value
         if self._is_checkpointed and value is not None and isinstance(value.source, Stored):
             return Stored(tensor, self.hooks, self)  # both runs of a checkpoint pack as many
         if value is None:
@@ -152,14 +160,20 @@ class Region:
                 return self._as_it_is(tensor, whole)
             value = self._as_it_is(whole, whole)
             self._set_result(node, value, whole._version)
-        if isinstance(value, Recipe):
+        elif isinstance(value, Recipe):
             value.stands_for(whole)
         return value if whole is tensor else View(tensor, value)
 
     def _mask_of(self, tensor: Tensor) -> Value | None:
         """The bits of a mask, which all who save it share; None where it belongs to the caller or to the model."""
         whole = tensor if tensor._base is None else tensor._base
-        if not self.knows_parameters or id(whole) in self._given or whole.dtype is not tensor.dtype:
+        if not self.knows_parameters or tensor.nbytes < masks.LEAST_BYTES or whole.dtype is not tensor.dtype:
+            return None
+        if self._kept is None:
+            model = None if self._model is None else self._model()
+            buffers = [] if model is None else [b for m in modules_in(model) for b in m._buffers.values()]
+            self._kept = {*self._given, *map(id, buffers)}
+        if id(whole) in self._kept:
             return None
         ref, known = self._masks.get(id(whole), (None, None))
         mask = None if ref is None or known is None or ref() is not whole else known()
@@ -233,9 +247,8 @@ class Region:
             return None
         known = self._known(maker)
         value = self._recipe(maker, None) if known is None else self.usable(known)
-        is_kept = maker.name() in RESULTS or _OWN.get(maker.name()) is not None
-        if isinstance(value, Stored) and not is_kept and not _is_no_more(node, value):
-            return None  # another branch saves it, which may be dropped before
+        if isinstance(value, Stored) and (name := type(maker).__name__) not in RESULTS and _OWN.get(name) is None:
+            return value if _is_no_more(node, value) else None  # another branch saves it, which may be dropped before
         return value
 
     def parameter(self, node: Any, edge: int) -> Value | None:
@@ -244,7 +257,10 @@ class Region:
         if type(maker) is not AccumulateGrad:
             return None
         leaf: Any = maker.variable  # as it was when the region began, and so when the node read it
-        is_same = leaf._version == self._versions.get(id(leaf)) and number_of(node) >= self._began
+        version = self._versions.get(id(leaf))
+        if version is None and isinstance(leaf, nn.Parameter) and self._model is not None:
+            _PARAMETERS.pop(self._model(), None)  # type: ignore[arg-type]  # it has come since: the next region looks again
+        is_same = leaf._version == version and number_of(node) >= self._began
         return Stored(leaf, None, self) if is_same and not may_be_freed(leaf) else None
 
     def read(self, node: Any, name: str, edge: int) -> Value | None:
@@ -273,7 +289,7 @@ class Region:
     def _set_result(self, node: Any, value: Value, version: int) -> None:
         """Give this value to all that read the node's first result from now on."""
         value.version = version
-        if node.name() == "CloneBackward0":
+        if type(node).__name__ == "CloneBackward0":
             value.cloned = number_of(node)
         node.metadata[_RESULT] = weakref.ref(value)
 
@@ -285,24 +301,24 @@ class Region:
 
     def _recipe(self, node: Any, result: Tensor | None) -> Value | None:
         """The replay of a node's first result, which may be there; or the result that it saves itself."""
-        name = node.name()
+        name = type(node).__name__  # as node.name(), which makes a string of a C++ type's name
         if name in RESULTS:
             return self._of_saved_result(node, result)
         rule: Any = REPLAYS.get(name)
-        if rule is None:
-            kind: Any = vars(type(node)).get(FORWARD_CLASS) if isinstance(node, BackwardCFunction) else None
+        if rule is None and isinstance(node, BackwardCFunction):
+            kind: Any = vars(type(node)).get(FORWARD_CLASS)
             rule = getattr(kind, "replay", None) if kind is not None and issubclass(kind, Node) else None
-        recipe = None if rule is None else self._by_rule(rule, node, result)
-        if rule is None and (own := self._own_result(node, result)) is not None:
+        recipe: Recipe | None = None
+        if rule is not None:
+            recipe = self._by_rule(rule, node, result)
+        elif _OWN.get(name, name) is not None and (own := self._own_result(name, node, result)) is not None:
             return own
         if recipe is None:
-            part = result_of_leaf(self, node, result)
-            if part is None or part.depth > DEPTH:
+            recipe = result_of_leaf(self, node, result) if self.has_leaves else None
+            if recipe is None or recipe.depth > DEPTH:
                 return None
-            recipe, version = part, 0 if result is None else result._version
-        else:
-            version = recipe.version
-        self._set_result(node, recipe, version)
+            recipe.version = 0 if result is None else result._version
+        self._set_result(node, recipe, recipe.version)
         return recipe
 
     def _by_rule(self, rule: Any, node: Any, result: Tensor | None) -> Recipe | None:
@@ -327,9 +343,8 @@ class Region:
         recipe.version = version
         return recipe
 
-    def _own_result(self, node: Any, result: Tensor | None) -> Value | None:
+    def _own_result(self, name: str, node: Any, result: Tensor | None) -> Value | None:
         """The result that a node without a rule has saved itself, as softmax and attention do."""
-        name = node.name()
         if name not in _OWN:
             own_name = "output" if name.startswith("ScaledDotProduct") else "result"  # elsewhere "output" is an input
             _OWN[name] = own_name if hasattr(node, RAW_SAVED + own_name) else None
@@ -359,6 +374,15 @@ class Region:
         self._set_result(node, recipe, own.version)
         own.become(recipe)
         return recipe
+
+
+#: By a model, its parameters, which a walk takes long to find.
+_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
+
+
+def _parameters_of(model: nn.Module) -> list[weakref.ref[Tensor]]:
+    found = [p for module in modules_in(model) for p in module._parameters.values() if p is not None]
+    return [weakref.ref(p) for p in found if not p.is_inference()]
 
 
 #: By a node's name, the name under which it saves its own result.
