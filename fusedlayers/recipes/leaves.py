@@ -22,7 +22,7 @@ import functools
 import itertools
 import math
 import weakref
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import nullcontext
 from types import CodeType, MethodType
@@ -60,6 +60,8 @@ _RESULT = -1
 _HEAVY = ("MmBackward", "MvBackward", "AddmmBackward", "Bmm", "Convolution", "Attention", "Rnn", "Cpp", ":", "Compiled")
 #: What arguments beside tensors may be: what cannot change.
 _ARGUMENTS = type(None), bool, int, float, str, torch.dtype, torch.device
+#: What most attributes of a module are: a look at the type takes a third of ``isinstance``.
+_NO_TENSORS = frozenset({*_ARGUMENTS, dict, set, list, OrderedDict})
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -153,7 +155,7 @@ class Call:
         self._module: Any = object.__new__(type(module))
         self._module.__dict__ = own
         held = (*own["_parameters"].values(), *own["_buffers"].values(), *own.values())
-        self.tensors = [t for t in held if isinstance(t, Tensor)]
+        self.tensors = [t for t in held if type(t) not in _NO_TENSORS and isinstance(t, Tensor)]
         self._versions = [t._version for t in (*self.tensors, *tensors)]
         self._args = [None if isinstance(value, Tensor) else value for value in run.args]
         self._kwargs = {name: None if isinstance(v, Tensor) else v for name, v in run.keywords.items()}
