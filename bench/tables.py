@@ -249,6 +249,24 @@ def _saved(row: dict[str, Any]) -> str:
     return f"{before / 2**20:.1f}, **{ours / 2**20:.1f}** ({round(100 * (ours - before) / before):+d} %)"
 
 
+def setups_table(run: dict[str, Any]) -> str:
+    """How people train: saved bytes, peak and time after ``fuse``, as shares of PyTorch's, by setup and model."""
+    setups: dict[str, dict[str, str]] = {}
+    for row in run["cases"]:
+        setups.setdefault(row["setup"], {})[row["model"]] = _setup(row)
+    models = dict.fromkeys(model for cells in setups.values() for model in cells)
+    rows = ([setup, *(cells.get(model, "-") for model in models)] for setup, cells in setups.items())
+    return markdown(["Saved, peak, time of PyTorch's", *models], rows)
+
+
+def _setup(row: dict[str, Any]) -> str:
+    eager, ours = _variants(row, "eager", "fusedlayers")
+    if "saved_bytes" not in ours:
+        return str(row.get("unsuited") or ours.get("error") or "-")
+    saved, peak = (f"{ours[key] / eager[key]:.2f}".lstrip("0") for key in ("saved_bytes", "peak_bytes"))
+    return f"**{saved}**, {peak}, {_ratio(ours)}"
+
+
 #: How a document says what a variant of ``bench peers`` is, and what it keeps of the blocks' hidden tensors.
 PEERS = {
     "eager": ("PyTorch", "inputs and outputs of operations"),
@@ -371,6 +389,7 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "fit_compiled": partial(_tables, subject="fit_compiled", table=fit_table, command="fit-compiled"),
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "models": partial(_tables, subject="models", table=models_table),
+    "setups": partial(_tables, subject="setups", table=setups_table),
     "saved": partial(_tables, subject="saved", table=saved_table),
     "overhead": partial(_tables, subject="overhead", table=small_calls_table),
     "overview": overview_table,
