@@ -29,7 +29,7 @@ from ._torch import (
 )
 from .activations import Activation, Saved, resolve
 from .activations.table import by_name
-from .call import execute, followed_by, plan_for, run_dropout, shared_cast, with_operands
+from .call import dropped, execute, followed_by, plan_for, shared_cast, with_operands
 from .kernels.operations import MATMUL
 from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
 from .ops.mlp_node import MLP
@@ -259,10 +259,7 @@ def _layers(call: BlockCall) -> Tensor:
     input = input if cast is None else shared_cast(input, cast)  # once for both halves of a gate
     save = "auto" if options.save == "recompute" else options.save  # which would save more, layer by layer
     is_trained = needs_gradient(input, w, b, *(t for layer in others for t in layer))
-    layer = Call(MATMUL, input, w, b, None, activation, save)
-    if options.dropout and not others and is_trained and activation.is_fusible and not torch.compiler.is_compiling():
-        return F.linear(run_dropout(layer, options.dropout), *last)
-    plan, layer = plan_for(layer)
+    plan, layer = plan_for(Call(MATMUL, input, w, b, None, activation, save))
     activated = execute(plan, layer)
     if plan.path == "no_grad" and not is_trained:  # it is nobody else's
         for other in others:
@@ -279,5 +276,5 @@ def _separate(options: BlockOptions, first: Sequence[Linear]) -> Sequence[Linear
 def after_activation(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Linear | nn.Module) -> Tensor:
     """The rest of a block: the product with the other half of a gate, PyTorch's dropout, and the last layer."""
     hidden = functools.reduce(torch.mul, others, activated)
-    hidden = F.dropout(hidden, dropout) if dropout else hidden
+    hidden = dropped(hidden, dropout)
     return last(hidden) if isinstance(last, nn.Module) else F.linear(hidden, *last)

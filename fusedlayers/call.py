@@ -40,7 +40,7 @@ from ._torch import (
 from .activations import Activation, WithOperands, resolve
 from .activations.table import by_name
 from .kernels.operations import Convolution, Matmul, Operation, Pointwise
-from .ops.dropout_node import act_dropout, serves
+from .ops.dropout import Dropout
 from .ops.pointwise import BiasAct, Origin, place_of
 from .ops.saved_buffers import is_under_checkpoint
 from .plan import Call, Plan, autocast_dtype, decide, needs_gradient
@@ -49,6 +49,9 @@ from .utils.caching import BoundedCache
 #: Why a call under a checkpoint that writes over its input is left to PyTorch. It may run with a copy the second time,
 #: by hooks around it, and the writes to a copy are counted from 0: no number tells whether the output was edited.
 COPIED_BY_CHECKPOINT = "it writes over its input, of which a checkpoint around it may hold a copy"
+
+#: Dropouts of fewer numbers save what PyTorch's do: packing a mask takes some ten operations.
+LEAST_DROPPED = 1 << 16
 
 #: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
 _plans: BoundedCache[Plan] = BoundedCache(4096)
@@ -305,26 +308,17 @@ PATHS: dict[str, Callable[[Plan, Call], Tensor]] = {
 
 
 def run_dropout(call: Call, p: float) -> Tensor:
-    """``F.dropout`` of what a call computes, the activation and the dropout in one node where outputs allow it."""
-    operation, given, w, b, residual, activation, save, *_ = call
-    activation = resolve(activation, operation.function)
-    validation.check_dropout(operation.function, p)
-    validation.check_call(operation, given, w, b, residual)
-    is_view = not torch.compiler.is_compiling() and operation.returns_view(given)
-    x, residual = _flattened(operation, given, residual) if is_view else (given, residual)
-    z = operation(x, w, b)
-    if residual is not None:
-        z = z + residual if z is x or residual.dtype is not z.dtype else z.add_(residual)
-    plan, of_z = plan_for(Call(Pointwise(operation.dim), z, None, None, None, activation, save))
-    record = of_z.activation
-    is_one_node = plan.path == "fused" and plan.saved == "output" and not of_z.operands
-    if is_one_node and serves(z, record, p):
-        y = act_dropout(z, record, p, plan.backend, z is not x)
-    else:
-        y = F.dropout(execute(plan, of_z), p)
-    return operation.unflattened(y, given) if is_view else y
+    """``F.dropout`` of what a call computes."""
+    validation.check_dropout(call.operation.function, p)
+    return dropped(execute(*plan_for(call)), p)
 
 
 def dropped(y: Tensor, p: float) -> Tensor:
-    """``F.dropout(y, p)``; y itself for 0."""
-    return F.dropout(y, p) if p else y
+    """``F.dropout(y, p)``, which saves a bit for each number of a large y; y itself for 0."""
+    if not p:
+        return y
+    is_large = needs_gradient(y) and type(y) is Tensor and y.numel() >= LEAST_DROPPED and p < 1
+    if not is_large or torch.compiler.is_compiling() or followed_by():
+        return F.dropout(y, p)
+    dropped: Tensor = Dropout.apply(y, p)
+    return dropped

@@ -50,8 +50,8 @@ def dense_bias_act(
             apart, from -8 to 8, and farther apart outside: a spike between them may be missed.
         residual: (..., out), or None: added before the activation.
         dropout: the probability with which outputs are dropped, and the others divided by one less it, as ``F.dropout``
-            does with the same numbers; 0 in evaluation. No mask is saved where the output determines what was dropped;
-            else it is ``F.dropout``, which saves its own.
+            does with the same numbers; 0 in evaluation. Saved are the activation's output and, of a large one, a bit
+            for each number.
         save: what is kept for backward. "output": y, written over the matmul's buffer (folded activations carry the
             branch in the last mantissa bit of negative outputs). "input": the pre-activation z, unrounded.
             "recompute": neither; z is computed again from ``input``. "auto": "output" where the derivative follows

@@ -104,10 +104,6 @@ CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
     "dense gelu": lambda: _dense(activation="gelu"),
     "dense relu": lambda: _dense(activation="relu"),
     "bias_act": lambda: (lambda x, b: fl.bias_act(x, b, "gelu"), _tensors((ROWS, WIDTH), (WIDTH,))),
-    "dropout": lambda: (
-        lambda x, b: fl.bias_act(x, b, "gelu", dropout=0.1),
-        _tensors((ROWS, WIDTH), (WIDTH,)),
-    ),
     "gelu": lambda: (fl.gelu, _tensors((ROWS, WIDTH))),
     "scalar parameter": lambda: (partial(fl.bias_act, bias=None, activation=Swish()), _tensors((ROWS, WIDTH))),
     "mlp": lambda: (

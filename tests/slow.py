@@ -66,9 +66,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_distributed": {
         "test_losses_gradients_and_saved_bytes_of_each_process": 0,
     },
-    "test_dropout": {
-        "test_outputs_tell_the_derivative_after_a_factor_too": 8,
-    },
     "test_explain": {
         "test_functions_of_the_literature": 2,
         "test_kinds_and_reasons": 6,

@@ -533,19 +533,12 @@ def test_nan_where_eager_has_it_and_nowhere_else(activation: Activation, dtype: 
 
 
 @every_float
-@pytest.mark.parametrize("dropout", [0.0, 0.3])
 @pytest.mark.parametrize("activation", [*TABLE, *(table.bound(n, {"alpha": 0.3}) for n in ("elu", "celu"))], ids=str)
-def test_second_derivatives_where_outputs_are_at_their_limit(
-    activation: Activation, dtype: torch.dtype, dropout: float
-) -> None:
-    """0.3 is rounded up to 16 bits, and a dropout's factor and its inverse may move any limit."""
+def test_second_derivatives_where_outputs_are_at_their_limit(activation: Activation, dtype: torch.dtype) -> None:
+    """0.3 is rounded up to 16 bits."""
     ends = torch.logspace(1.5, 4, 50)
     z, found = torch.cat([ends, -ends, torch.linspace(-24, 24, 1001)]).to(dtype).requires_grad_(), []
-    for call in (
-        lambda: fl.bias_act(z, None, activation, dropout=dropout, save="output"),
-        lambda: F.dropout(activation.plain(z), dropout),
-    ):
-        torch.manual_seed(0)
+    for call in (lambda: fl.bias_act(z, None, activation, save="output"), lambda: activation.plain(z)):
         (slope,) = torch.autograd.grad(call().float().sum(), z, create_graph=True)
         second = torch.autograd.grad(slope.float().sum(), z)[0] if slope.requires_grad else torch.zeros_like(z)
         found.append(torch.where(second.isfinite(), second, torch.nan))

@@ -33,10 +33,6 @@ CALLS: dict[str, tuple[Callable[[str], Tensor], str]] = {
         lambda save: fl.dense_bias_act(X.view(4, 16, 32), W, B, SLOPED, save=save),
         "dense_bias_act: its leaky_relu(negative_slope=0.2) output",
     ),
-    "dense, dropout": (
-        lambda save: fl.dense_bias_act(X, W, B, "silu", dropout=0.25, save=save),
-        "dropout: its silu output",
-    ),
     "conv": (lambda save: fl.conv_bias_act(IMAGE, KERNEL, None, "silu", save=save), "conv_bias_act: its silu output"),
     "bias_act": (lambda save: fl.bias_act(X, None, "mish", save=save), "bias_act: its mish output"),
 }

@@ -23,7 +23,6 @@ LAUNCHES = {
     "dense gelu": (2, 4),
     "dense relu": (2, 4),
     "bias_act": (1, 2),
-    "dropout": (4, 2),
     "gelu": (1, 1),
     "scalar parameter": (3, 4),
     "mlp": (3, 7),
@@ -64,7 +63,6 @@ def test_scratch(measured: dict[str, Any]) -> None:
     """Beside arguments and results a launch gets what was saved, the gradient of the hidden buffer, and 1 % of that."""
     hidden = 4096 * 3072 * 2
     buffers = {"mlp": (1, 2), "mlp, recomputing": (1, 2), "gated mlp": (3, 3)}
-    buffers |= {"dropout": (0.5, 0)}  # the mask, for a moment
     buffers |= {"dense gelu": (0, 1), "dense relu": (0, 1)}  # y, over which dz is written
     for name, found in measured.items():
         in_forward, in_backward = buffers.get(name, (0, 0))

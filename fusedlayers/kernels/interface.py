@@ -92,15 +92,6 @@ class Backend(Protocol):
         """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
         ...
 
-    def drop_marked(self, y: Tensor, keep: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
-        """The dropout of the activation's outputs y, which carry the branch, in ``out``, which may be y; what was
-        dropped is marked as ``kernels/reference/dropout_bits.py`` says. All are dense and laid out alike."""
-        ...
-
-    def drop_marked_gradient(self, dy: Tensor, y: Tensor, activation: Activation, p: float, out: Tensor) -> Tensor:
-        """The gradient through both, from y, in ``out``, which may be y; all are dense and laid out alike."""
-        ...
-
     def gate(
         self, z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None
     ) -> Tensor:

@@ -29,7 +29,7 @@ class BlockDropout(NamedTuple):
         keep = torch.zeros(rows, hidden, dtype=torch.bool, device=device)
         if p < 1:
             keep = reference.drawn(torch.empty(rows, hidden, dtype=dtype, device=device), p)
-        return cls(reference.factor_of(p, dtype, device.type) if p < 1 else 0.0, reference.packed(keep))
+        return cls(1 / (1 - p) if p < 1 else 0.0, reference.packed(keep))
 
     def apply(self, hidden: Tensor) -> Tensor:
         """In operations that autograd can differentiate."""

@@ -26,7 +26,7 @@ from .. import _torch
 from ..activations import Activation, upcast
 from ..derivative.input_of import within_reach
 from ..kernels import Backend, GradientRequest, reference
-from ..utils.layout import laid_out_as, operand_along, sum_along
+from ..utils.layout import operand_along, sum_along
 
 _FROM_OUTPUT = GradientRequest("output", False, False)
 
@@ -68,8 +68,7 @@ def applied(function: Callable[..., Any], z: Tensor, operands: Sequence[Tensor],
 
 
 class SavedOutput(NamedTuple):
-    """A node that has saved ``y = f(z + b + residual)``, b along ``dim``; or what a dropout with probability p keeps of
-    it, divided by ``1 - p``.
+    """A node that has saved ``y = f(z + b + residual)``, b along ``dim``.
 
     Attributes:
         places: those of z, b and residual; of each that needs a gradient.
@@ -79,7 +78,6 @@ class SavedOutput(NamedTuple):
     backend: Backend
     places: Sequence[Tensor | None]
     dim: int = -1
-    p: float = 0.0
 
     def differentiable(self, dy: Tensor, y: Tensor) -> Tensor:
         """The gradient of the activation's input, in plain operations, or in some that autograd can differentiate."""
@@ -91,23 +89,17 @@ class SavedOutput(NamedTuple):
 
     def gradient(self, dy: Tensor, y: Tensor) -> Tensor:
         """The gradient of the activation's input."""
-        kept, activation = 1 - self.p, self.activation
         if needs_composite(dy):
-            if self.p:
-                return reference.gradient_of_marked(activation, upcast(dy), upcast(y), y.dtype, kept).to(y.dtype)
-            return (upcast(dy) * reference.slope(activation, upcast(y), y.dtype, 1.0)).to(dy.dtype)
-        if self.p:
-            return self.backend.drop_marked_gradient(laid_out_as(dy, y), y, activation, self.p, torch.empty_like(y))
-        dz, *_ = self.backend.gradient(dy, y, activation, (), _FROM_OUTPUT, dim=self.dim)
+            return reference.of_output(self.activation, dy, y).to(dy.dtype)
+        dz, *_ = self.backend.gradient(dy, y, self.activation, (), _FROM_OUTPUT, dim=self.dim)
         assert dz is not None
         return dz
 
     def curvature(self, dy: Tensor, y: Tensor, g: Tensor) -> Tensor:
         """``g dy f''``, from the input that y tells: the gradient of ``(g * gradient(dy, y)).sum()`` by the input."""
-        kept = 1 - self.p
         with torch.no_grad():
             wide = upcast(y)
-            z = self.activation.input_given_output(wide * kept, y.dtype, self.activation.marked(wide, y.dtype))
+            z = self.activation.input_given_output(wide, y.dtype, self.activation.marked(wide, y.dtype))
             z = within_reach(z, wide)
         with torch.enable_grad():
             z = AtPlace.apply(z, self.dim, *self.places) if torch.is_grad_enabled() else z
@@ -116,7 +108,6 @@ class SavedOutput(NamedTuple):
         weight = upcast(g) * upcast(dy)
         if not slope.requires_grad:
             return torch.zeros_like(weight)
-        weight = weight * reference.is_kept(y) * (1 / kept) if self.p else weight
         (found,) = torch.autograd.grad(slope, z, weight, create_graph=torch.is_grad_enabled())
         return found
 

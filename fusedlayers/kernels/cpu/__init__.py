@@ -8,8 +8,6 @@ from ..reference import ADDS_BIAS, CHUNK_BYTES, computes, rms_norm, rms_norm_gra
 from . import build
 from .cpu_elementwise import (
     bias_act,
-    drop_marked,
-    drop_marked_gradient,
     gate,
     gate_gradient,
     gradient,
@@ -22,8 +20,6 @@ __all__ = [
     "CHUNK_BYTES",
     "bias_act",
     "computes",
-    "drop_marked",
-    "drop_marked_gradient",
     "gate",
     "gate_gradient",
     "gradient",

@@ -469,8 +469,6 @@ typedef struct {
   const int64_t *gaps; /* bytes between the rows of each in and out, or NULL where there are none */
   const float *bias;   /* along the channels, or NULL */
   int sums;            /* whether it sums along the channels what it writes */
-  float rest;          /* the part that a dropout keeps */
-  int keeps_bit;       /* whether its outputs carry the branch */
   float *partial;
 } pass;
 
@@ -619,60 +617,6 @@ static void gradient_step(const pass *p, int64_t at, int n, const channels *c) {
   if (!is_direct) put_wide(k, p->out[0], at, n, dz);
   float *sum = c->sum;
   if (p->sums) FIRST_N sum[i] += dz[i];
-}
-
-/* in: outputs and whether they are kept; out: what is stored (kernels/reference/dropout_bits.py), of 16 bits by a table. */
-static void drop_marked_step(const pass *p, int64_t at, int n, const channels *c) {
-  const mark *m = &p->k->mark;
-  if (p->k->dtype != FLOAT32) {
-    uint16_t half[BLOCK], found[BLOCK];
-    uint8_t copy[BLOCK];
-    const uint16_t *h = block_of(p->in[0], at, n, 2, half), *values = p->k->values;
-    const uint8_t *keep = block_of(p->in[1], at, n, 1, copy);
-    const uint16_t infinite = p->k->dtype == BFLOAT16 ? 0x7f80 : 0x7c00;
-    for (int i = 0; i < BLOCK; i++) found[i] = values[h[i]];
-    EACH {
-      uint16_t dropped = (uint16_t)(h[i] & 0x7fff) < infinite ? 0x8000 : 0x7fff;
-      found[i] = keep[i] ? found[i] : dropped;
-    }
-    put(p->out[0], at, n, 2, found);
-    return;
-  }
-  const float factor = p->k->parameter;
-  float x[BLOCK], y[BLOCK];
-  uint8_t copy[BLOCK];
-  const float *from = block_of(p->in[0], at, n, 4, x);
-  const uint8_t *keep = block_of(p->in[1], at, n, 1, copy);
-  EACH y[i] = from[i] * factor;
-  if (!m->is_folded) EACH y[i] += 0.0f; /* -0 becomes +0 */
-  else EACH { /* the branch of negative outputs, in the last bit */
-    int32_t bits = bits_of(from[i]), magnitude = bits_of(y[i]) & MAGNITUDE;
-    int32_t plain = magnitude == 0 || magnitude >= INFINITE ? 0 : bits >> 31;
-    int32_t found = (bits_of(y[i]) & ~plain) | (bits_of(y[i]) & -2 & plain) | (bits & 1 & plain);
-    y[i] = float_of(found);
-  }
-  EACH y[i] = keep[i] ? y[i] : -(from[i] - from[i]);
-  put(p->out[0], at, n, 4, y);
-}
-
-/* The gradient through a function and the dropout behind it. in: dy and what was stored of float32 outputs; its
-   derivative is that of ``stored rest``, which has lost the branch. */
-static void drop_marked_gradient_step(const pass *p, int64_t at, int n, const channels *c) {
-  const float rest = p->rest, factor = 1.0f / rest;
-  float x[BLOCK], dy[BLOCK], y[BLOCK], slope[BLOCK];
-  if (p->in[1] != p->out[0]) fetch(p->out[0], at, 4);
-  const float *stored = block_of(p->in[1], at, n, 4, x), *of_y = block_of(p->in[0], at, n, 4, dy);
-  EACH {
-    float value = stored[i] * rest;
-    int32_t bits = (bits_of(value) & ~1) | (bits_of(stored[i]) & 1);
-    y[i] = p->keeps_bit ? float_of(bits) : value;
-  }
-  slopes_of(p->k, y, slope);
-  EACH {
-    float given = of_y[i] * (bits_of(stored[i]) == SIGN ? 0.0f : factor);
-    slope[i] = bits_of(stored[i]) == SIGN ? given : given * slope[i];
-  }
-  put(p->out[0], at, n, 4, slope);
 }
 
 /* in: z and the other factor. */
@@ -824,17 +768,6 @@ int invert_outputs(const kernel *k, const void *y, void *z, const layout *l) {
 int gradient(const kernel *k, const void *dy, const void *saved, void *dz, void *db, const layout *l) {
   pass p = {.k = k, .in = {dy, saved}, .out = {dz}};
   return walk(&p, gradient_step, l, db);
-}
-
-int drop_marked(const kernel *k, const void *y, const void *keep, void *out, const layout *l) {
-  pass p = {.k = k, .in = {y, keep}, .out = {out}};
-  return walk(&p, drop_marked_step, l, NULL);
-}
-
-int drop_marked_gradient(const kernel *k, const void *dy, const void *y, void *dz, const float *rest, const void *folded,
-                         const layout *l) {
-  pass p = {.k = k, .in = {dy, y}, .out = {dz}, .rest = *rest, .keeps_bit = folded != NULL};
-  return walk(&p, drop_marked_gradient_step, l, NULL);
 }
 
 int gate(const kernel *k, const void *z, const void *up, void *out, const int64_t *gaps, const layout *l) {

@@ -286,8 +286,6 @@ def functions() -> dict[str, Any]:
         "encode_outputs": 5,
         "invert_outputs": 4,
         "gradient": 6,
-        "drop_marked": 5,
-        "drop_marked_gradient": 7,
         "gate": 6,
         "gate_gradient": 8,
     }

@@ -6,19 +6,8 @@ The backends for CPUs and GPUs leave to it what they have no loops or kernels fo
 import torch
 
 from ...activations import Activation
-from .dropout_bits import (
-    drawn,
-    drop_marked,
-    drop_marked_gradient,
-    factor_of,
-    gradient_of_marked,
-    is_kept,
-    packed,
-    scaled,
-    slope,
-    unpacked,
-)
-from .elementwise import bias_act, derivative, gate, gate_gradient, gradient, inverse, sum_of
+from .dropout_bits import drawn, packed, unpacked
+from .elementwise import bias_act, derivative, gate, gate_gradient, gradient, inverse, of_output, sum_of
 from .rms_norm import rms_norm, rms_norm_gradient
 
 __all__ = [
@@ -28,20 +17,14 @@ __all__ = [
     "computes",
     "derivative",
     "drawn",
-    "drop_marked",
-    "drop_marked_gradient",
-    "factor_of",
     "gate",
     "gate_gradient",
     "gradient",
-    "gradient_of_marked",
     "inverse",
-    "is_kept",
+    "of_output",
     "packed",
     "rms_norm",
     "rms_norm_gradient",
-    "scaled",
-    "slope",
     "slow_because",
     "sum_of",
     "unpacked",

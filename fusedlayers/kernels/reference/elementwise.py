@@ -86,7 +86,7 @@ def gradient(
         dz = saved if overwrite else torch.empty_like(saved)
         dy = laid_out_as(dy, saved)
         if (given_output and not operands) or not _is_by_trace(activation):
-            for_each(functools.partial(_multiply, _of_output if given_output else _of_input, activation), dy, saved, dz)
+            for_each(functools.partial(_multiply, of_output if given_output else _of_input, activation), dy, saved, dz)
         elif dz.numel():
             shares = traced.gradient(dy, saved, dz, activation, operands, request, dim)
         else:
@@ -107,7 +107,8 @@ def _multiply(product: Product, activation: Activation, dy: Tensor, saved: Tenso
     dz.copy_(product(activation, dy, saved))
 
 
-def _of_output(activation: Activation, dy: Tensor, y: Tensor) -> Tensor:
+def of_output(activation: Activation, dy: Tensor, y: Tensor) -> Tensor:
+    """``dy f'``, in float32 or wider."""
     return upcast(dy) * activation.derivative_given_output(upcast(y), y.dtype)
 
 

@@ -5,7 +5,6 @@ import torch
 from ...activations import Activation
 from .codegen import computes
 from .launch import missing_because
-from .triton_dropout import drop_marked, drop_marked_gradient
 from .triton_elementwise import bias_act, gradient, inverse
 from .triton_gates import gate, gate_gradient
 from .triton_rms_norm import rms_norm, rms_norm_gradient
@@ -15,8 +14,6 @@ __all__ = [
     "CHUNK_BYTES",
     "bias_act",
     "computes",
-    "drop_marked",
-    "drop_marked_gradient",
     "gate",
     "gate_gradient",
     "gradient",
