@@ -83,7 +83,8 @@ def install() -> FakeDriver:
     """Let all calls of this process run by Triton, on the fake device; the library multiplies."""
     from triton.runtime import driver
 
-    from fusedlayers import kernels, sizes
+    from fusedlayers import kernels
+    from fusedlayers.calls import sizes
     from fusedlayers.kernels import triton
 
     fake = FakeDriver()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import sizes
+from fusedlayers.calls import sizes
 
 from . import fake_gpu, machine, measure
 

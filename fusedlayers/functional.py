@@ -1,6 +1,6 @@
 """The functional interface: dense and convolution layers, activations and MLP blocks.
 
-A public function says what is asked for, and has it planned and carried out (``call.py``, ``block_call.py``), where the
+A public function says what is asked for, and has it planned and carried out (``calls/``), where the
 arguments of calls that are new are checked. What has a ``__torch_function__`` of its own, as proxies of ``torch.fx``
 and some subclasses of tensors have, is asked first.
 """
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function
 
-from . import validation
 from .activations import resolve
-from .block_call import BlockCall, run_block
-from .call import dropped, execute, plan_for, run_dropout, run_in_place
+from .calls import validation
+from .calls.block_call import BlockCall, run_block
+from .calls.decide import Call, plain
+from .calls.plan import dropped, execute, plan_for, run_dropout, run_in_place
 from .kernels.operations import MATMUL, Pointwise
 from .ops.mlp_forward import BlockOptions, Linear
-from .plan import Call, plain
 
 #: Of ``bias_act`` without a bias, whatever its ``dim``.
 _POINTWISE = Pointwise(-1)

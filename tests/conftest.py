@@ -52,7 +52,7 @@ def little_is_fused() -> dict[str, int]:
 @pytest.fixture
 def sizes_that_ship(little_is_fused: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     """All limits are those of users, those that the module's tests lower too."""
-    from fusedlayers import sizes
+    from fusedlayers.calls import sizes
 
     monkeypatch.undo()
     for name, size in little_is_fused.items():
@@ -83,14 +83,14 @@ def language_is_exchanged_once() -> None:
 def nothing_outlives_a_test() -> Iterator[None]:
     """No plan, for a test may have exchanged what it depends on; and no activation that a test has registered, for
     others iterate over the table."""
-    from fusedlayers import block_call, call
     from fusedlayers.activations import table
+    from fusedlayers.calls import block_call, plan
 
     by_name = dict(table.by_name)
     stand_ins = {target: list(entries) for target, entries in table.stand_ins.items()}
     by_spelling = dict(table.by_spelling)
     yield
-    call._plans.clear()
+    plan._plans.clear()
     block_call._plans.clear()
     if len(table.by_name) != len(by_name):
         for names, before in (
@@ -120,7 +120,8 @@ def has_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and what there is without it, on whatever device the tests run."""
-    from fusedlayers import block_call, call, kernels, sizes
+    from fusedlayers import kernels
+    from fusedlayers.calls import block_call, plan, sizes
     from fusedlayers.kernels import cpu, reference, triton
 
     for size in ("SMALL_BYTES", "MEDIUM_BYTES", "GPU_BYTES", "GPU_MEDIUM_BYTES"):
@@ -133,7 +134,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
             return cpu if tensor.is_cpu else reference
 
         monkeypatch.setattr(kernels, "choose", choose)
-        for plans in (call._plans, block_call._plans):
+        for plans in (plan._plans, block_call._plans):
             plans.clear()
 
     return switch

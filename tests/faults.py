@@ -29,7 +29,7 @@ def gradients(model: nn.Module, x: Tensor) -> list[Tensor]:
 def check() -> None:
     """Fused models give the same bits, and layers by hand PyTorch's gradients."""
     import fusedlayers as fl
-    from fusedlayers import sizes
+    from fusedlayers.calls import sizes
 
     sizes.SMALL_BYTES = sizes.MEDIUM_BYTES = 1 << 10
     x = torch.randn(64, 128)

@@ -8,7 +8,8 @@ from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
-from fusedlayers import block_call, call, functional
+from fusedlayers import functional
+from fusedlayers.calls import block_call, plan
 from fusedlayers.utils.caching import BoundedCache
 
 
@@ -21,16 +22,16 @@ def plans_of(function: Callable[..., Any], *args: Any, compiled: bool = False, *
 
     def noting(decide: Callable[..., Any]) -> Callable[..., Any]:
         def decided(*arguments: Any) -> Any:
-            plan, *rest = decide(*arguments)
-            found.append(plan)
-            return plan, *rest
+            made, *rest = decide(*arguments)
+            found.append(made)
+            return made, *rest
 
         return decided
 
     with (
-        mock.patch.object(call, "_plans", BoundedCache(64)),
+        mock.patch.object(plan, "_plans", BoundedCache(64)),
         mock.patch.object(block_call, "_plans", BoundedCache(64)),
-        mock.patch.object(call, "plan_for", noting(call.plan_for)),
+        mock.patch.object(plan, "plan_for", noting(plan.plan_for)),
         mock.patch.object(block_call, "plan_for", noting(block_call.plan_for)),
         mock.patch.object(functional, "plan_for", noting(functional.plan_for)),
         mock.patch.object(block_call, "plan_block", noting(block_call.plan_block)),

@@ -26,7 +26,7 @@ def seed(name: str) -> None:
 
 def fuse_little() -> dict[str, int]:
     """Set the sizes of the tests, and return those that ship. A size that there is not raises an AttributeError."""
-    from fusedlayers import sizes
+    from fusedlayers.calls import sizes
 
     shipped = {name: getattr(sizes, name) for name in SIZES}
     vars(sizes).update(SIZES)

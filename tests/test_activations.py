@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.activations import DTYPES, Activation, Definition, activations, definitions, resolve, table
+from fusedlayers.calls.decide import describe
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import GELU_ERRORS
 from fusedlayers.derivative.features import Fold
 from fusedlayers.derivative.folded import FoldedDerivative
 from fusedlayers.derivative.polynomial import PRECISIONS
-from fusedlayers.plan import describe
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)

@@ -21,8 +21,8 @@ from reference import relative
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import block_call, call
 from fusedlayers.activations import resolve
+from fusedlayers.calls import block_call, plan
 from fusedlayers.kernels import cpu
 from fusedlayers.kernels.cpu import build, loops
 from fusedlayers.kernels.cpu import cpu_elementwise as elementwise
@@ -37,7 +37,7 @@ def _forget() -> None:
         for cached in vars(module).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
-    for plans in (call._plans, block_call._plans):
+    for plans in (plan._plans, block_call._plans):
         plans.clear()
 
 
@@ -181,7 +181,7 @@ def _forget_plans() -> None:
     """And kernels, so that the next call asks again for the library."""
     for cached in (elementwise.forward_kernel, elementwise.gradient_kernel, elementwise.gate_kernel):
         cached.cache_clear()
-    for plans in (call._plans, block_call._plans):
+    for plans in (plan._plans, block_call._plans):
         plans.clear()
 
 

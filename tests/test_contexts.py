@@ -15,8 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedlayers as fl
-from fusedlayers import sizes
 from fusedlayers.activations import Activation, definitions, resolve
+from fusedlayers.calls import sizes
 from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import saved_bytes
 

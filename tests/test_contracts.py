@@ -28,7 +28,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from fusedlayers import sizes
+from fusedlayers.calls import sizes
 from fusedlayers.memory import saved_bytes
 from fusedlayers.ops import mlp_forward
 from fusedlayers.recipes import region

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
-from fusedlayers.call import LEAST_DROPPED
+from fusedlayers.calls.plan import LEAST_DROPPED
 from fusedlayers.kernels import reference
 from fusedlayers.memory import saved_bytes
 

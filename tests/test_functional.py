@@ -13,8 +13,8 @@ from reference import assert_near, compare, gradients, leaves
 from torch import Tensor
 
 import fusedlayers as fl
-from fusedlayers import sizes
 from fusedlayers.activations import Activation, definitions, resolve
+from fusedlayers.calls import sizes
 from fusedlayers.derivative import branch_bit
 
 TABLE = [row.bind() for row in definitions()]

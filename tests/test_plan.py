@@ -21,8 +21,8 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
-from fusedlayers import block_call, call, plan, sizes
 from fusedlayers.activations import resolve
+from fusedlayers.calls import block_call, decide, plan, sizes
 from fusedlayers.memory import saved_bytes
 
 #: By their output, folded, by their input, read by nobody, a user's own.
@@ -70,7 +70,9 @@ def _kept(call: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module) -> int
     return saved_bytes(call, x, exclude=[x, module])
 
 
-def _expected(found: plan.Plan, module: Any, x: Tensor, activation: Any, eager: Callable[[Any, Tensor], Tensor]) -> int:
+def _expected(
+    found: decide.Plan, module: Any, x: Tensor, activation: Any, eager: Callable[[Any, Tensor], Tensor]
+) -> int:
     """What the plan says, in bytes."""
     if found.saved == "eager":
         return _kept(lambda t: eager(module, t) if activation is None else activation(eager(module, t)), x, module)
@@ -221,7 +223,7 @@ def test_sizes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         (sizes.Limits(1, small), "relu", {"save": "output"}, "fused"),
         (sizes.Limits(1, 2), "relu", {}, "fused"),
     ):
-        monkeypatch.setattr(plan, "limits_of", lambda x, limits=limits: limits)
+        monkeypatch.setattr(decide, "limits_of", lambda x, limits=limits: limits)
         (found,) = plans_of(fl.dense_bias_act, x, w, None, activation, **options)
         assert found.path == path
         assert path != "composite" or "results of less than 16.5 MiB are left to PyTorch" in str(found)
@@ -256,7 +258,7 @@ def test_repr_and_plan_say_the_same() -> None:
 
 def test_a_situation_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(call, "decide", lambda *found: made.append(found) or plan.decide(*found))
+    monkeypatch.setattr(plan, "decide", lambda *found: made.append(found) or decide.decide(*found))
     layer = fl.FusedDenseAct(12, 40)
     for rows in range(30, 60):  # lengths change
         layer(torch.randn(rows, 12))
@@ -272,13 +274,13 @@ def test_a_situation_is_decided_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plans_are_bounded_and_hold_no_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call._plans, "limit", 20)
+    monkeypatch.setattr(plan._plans, "limit", 20)
     w = torch.randn(40, 12)
     for rows in range(30, 60):  # a residual's shape is checked, so each length has a plan
         fl.dense_bias_act(torch.randn(rows, 12), w, residual=torch.randn(rows, 40))
         fl.dense_bias_act(torch.randn(rows, 12), w, None, lambda z, r=rows: torch.sin(z) * r)
-    assert len(call._plans) == 20
-    flat = [value for found in call._plans.values() for value in found]
+    assert len(plan._plans) == 20
+    flat = [value for found in plan._plans.values() for value in found]
     assert not any(isinstance(value, Tensor) for value in flat)
 
 
@@ -346,7 +348,7 @@ def test_what_pytorch_computes_is_not_held() -> None:
     held = [step() for _ in range(5)]
     gc.collect()
     assert [found() for found in held] == [None] * 5
-    assert len(call._plans) == 1
+    assert len(plan._plans) == 1
 
 
 def test_checks_under_a_torch_function_mode() -> None:
@@ -462,8 +464,8 @@ def test_facts_tell_situations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "SMALL_BYTES", 1 << 11)
     monkeypatch.setattr(sizes, "MEDIUM_BYTES", 1 << 14)
     taken: list[Any] = []
-    for name, path in call.PATHS.items():
-        monkeypatch.setitem(call.PATHS, name, partial(_noting, taken, path))
+    for name, path in plan.PATHS.items():
+        monkeypatch.setitem(plan.PATHS, name, partial(_noting, taken, path))
     plan_block = block_call.plan_block
     monkeypatch.setattr(block_call, "plan_block", lambda of: [taken.append(plan_block(of)[0]), plan_block(of)][1])
 
@@ -472,7 +474,7 @@ def test_facts_tell_situations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     for found, is_warm in ((warm, True), (cold, False)):
         for name, make, context in situations:
             if not is_warm:
-                call._plans.clear()
+                plan._plans.clear()
                 block_call._plans.clear()
             taken.clear()
             torch.manual_seed(0)

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fusedlayers as fl
-from fusedlayers import sizes
+from fusedlayers.calls import sizes
 from fusedlayers.reports import step
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..validation import is_whole
+from ..calls.validation import is_whole
 from .module import InvertibleModule
 
 

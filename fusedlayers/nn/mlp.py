@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..activations import DTYPES, Activation, must_call_reason, resolve
-from ..block_call import after_activation
+from ..calls.block_call import after_activation
+from ..calls.decide import describe_block
+from ..calls.validation import check_block_options, check_features
 from ..functional import bias_act, gated_mlp, mlp
 from ..ops.mlp_forward import BlockOptions
-from ..plan import describe_block
-from ..validation import check_block_options, check_features
 from .layer import WithActivation
 
 _SEPARATE = ("gate_proj", "up_proj")

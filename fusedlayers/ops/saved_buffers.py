@@ -8,8 +8,8 @@ it. So nodes that save their output look for edits themselves:
 
 * Under hooks an edit is an error, as it is without. Whether they held a copy by then does not show.
 * A checkpoint's hooks bring back what a second run has made. Both runs write to each tensor as often; other numbers of
-  writes are an edit, or another function. (Other hooks may have given the second run a copy to write over: ``call.py``
-  leaves that to PyTorch.)
+  writes are an edit, or another function. (Other hooks may have given the second run a copy to write over, which
+  ``calls/plan.py`` leaves to PyTorch.)
 
 Backward may overwrite a saved buffer (``take_over``) only where nobody can read it again by way of torch. Three
 conditions are necessary. The graph is not retained for a second backward pass. Nobody but the node holds the buffer:

@@ -42,8 +42,8 @@ from .._torch import (
     sequence_number,
     storage_id,
 )
+from ..calls.validation import PLAIN_TYPES
 from ..ops.saved_buffers import EDITED
-from ..validation import PLAIN_TYPES
 from .norms import may_be_freed
 from .recipe import Recipe, Stored, Value, View, laid_out, stream_of
 

@@ -32,9 +32,9 @@ from .._torch import (
     results_of,
     sequence_number,
 )
+from ..calls.validation import PLAIN_TYPES
 from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.module_state import modules_in
-from ..validation import PLAIN_TYPES
 from . import masks
 from .leaves import result_of_leaf
 from .masks import Mask, mask_of, may_be_mask

@@ -16,11 +16,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..activations import DTYPES, resolve
-from ..call import execute, followed_by, plan_for
+from ..calls.decide import Call
+from ..calls.plan import execute, followed_by, plan_for
+from ..calls.sizes import is_small
+from ..calls.validation import PLAIN_TYPES
 from ..kernels.operations import Pointwise
-from ..plan import Call
-from ..sizes import is_small
-from ..validation import PLAIN_TYPES
 from .leaves import is_leaf, run_leaf
 from .norms import is_norm, note_facts
 from .region import Region

@@ -22,14 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from .. import sizes
 from .._torch import autocast_is_active
-from ..call import followed_by
+from ..calls import sizes
+from ..calls.plan import followed_by
+from ..calls.validation import is_autocast, unusual_because
 from ..kernels import choose
 from ..kernels.interface import RmsNormOptions
 from ..ops.replayed_nodes import RmsNorm
 from ..utils.caching import BoundedCache, in_clean_state
-from ..validation import is_autocast, unusual_because
 
 
 def spelled_norm(module: nn.Module, x: Tensor) -> Tensor | None:

@@ -16,13 +16,13 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..calls.validation import is_whole
 from ..memory import device_of, peak_bytes, saved_bytes
 from ..reports.step import Step, step_times
 from ..utils.example import check_model
 from ..utils.formatting import first_line, size_from, size_text
 from ..utils.module_state import isolated_gradients, random_state
 from ..utils.storages import trained_in
-from ..validation import is_whole
 
 #: The bytes that a budget counts: those that are saved for the backward pass, or the most that is allocated in a step.
 Of = Literal["saved", "peak"]

@@ -33,7 +33,7 @@ from .._torch import (
     tree_leaves,
     tree_unflatten,
 )
-from ..call import followed_by
+from ..calls.plan import followed_by
 from ..utils.module_state import modules_in
 from .snapshot import Snapshot
 

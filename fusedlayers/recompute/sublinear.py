@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import tree_leaves, tree_map_only
+from ..calls.validation import is_whole
 from ..utils.module_state import modules_in
 from ..utils.storages import tensors_in
-from ..validation import is_whole
 from .budget import budget_from
 from .child_costs import ChildCosts, measure
 from .recompute import Recompute, can_recompute, check_recompute, recomputed

@@ -13,9 +13,9 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from ..activations import resolve
+from ..calls.decide import describe
 from ..derivative.features import Fold
 from ..nn.layer import CONV_TYPES, LINEAR_TYPES, WithActivation
-from ..plan import describe
 from ..recipes.patch import patch_of, patches_of
 from ..utils.formatting import counted_lines, path_text
 from ..utils.report import (

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ..activations import Activation, resolve
 from ..activations.free_variables import find_variables
-from ..call import with_operands
+from ..calls.plan import with_operands
+from ..calls.sizes import SMALL_BYTES
 from ..functional import bias_act
 from ..memory import saved_bytes
 from ..nn.layer import WithActivation
 from ..nn.mlp import FusedBlock, FusedGatedMLP
-from ..sizes import SMALL_BYTES
 from ..utils.caching import in_clean_state
 
 #: Inputs that derivatives are compared on: fewer of 16 bits would be left to PyTorch.

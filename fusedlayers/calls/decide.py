@@ -16,14 +16,15 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels, validation
-from ._torch import autocast_is_active
-from .activations import KEPT_BY_TORCH, Activation, Saved
-from .kernels import Backend
-from .kernels.operations import Operation, Pointwise, Weight
-from .ops.mlp_forward import Block, BlockOptions
+from .. import kernels
+from .._torch import autocast_is_active
+from ..activations import KEPT_BY_TORCH, Activation, Saved
+from ..kernels import Backend
+from ..kernels.operations import Operation, Pointwise, Weight
+from ..ops.mlp_forward import Block, BlockOptions
+from ..utils.formatting import size_text
+from . import validation
 from .sizes import limits_of
-from .utils.formatting import size_text
 
 #: Of a function that a layer would keep both sides of.
 _KEEPS_LESS = "PyTorch keeps less than its input and its output, which this layer would keep"

@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from . import _torch, sizes, validation
-from ._torch import (
+from .. import _torch
+from .._torch import (
     FAKE_MODE,
     PROXY_MODE,
     SAVED,
@@ -37,14 +37,15 @@ from ._torch import (
     saved_tensors_hooks_on_top,
     torchscript_state,
 )
-from .activations import Activation, WithOperands, resolve
-from .activations.table import by_name
-from .kernels.operations import Convolution, Matmul, Operation, Pointwise
-from .ops.dropout import Dropout
-from .ops.pointwise import BiasAct, Origin, place_of
-from .ops.saved_buffers import is_under_checkpoint
-from .plan import Call, Plan, autocast_dtype, decide, needs_gradient
-from .utils.caching import BoundedCache
+from ..activations import Activation, WithOperands, resolve
+from ..activations.table import by_name
+from ..kernels.operations import Convolution, Matmul, Operation, Pointwise
+from ..ops.dropout import Dropout
+from ..ops.pointwise import BiasAct, Origin, place_of
+from ..ops.saved_buffers import is_under_checkpoint
+from ..utils.caching import BoundedCache
+from . import sizes, validation
+from .decide import Call, Plan, autocast_dtype, decide, needs_gradient
 
 #: Why a call under a checkpoint that writes over its input is left to PyTorch. It may run with a copy the second time,
 #: by hooks around it, and the writes to a copy are counted from 0: no number tells whether the output was edited.
@@ -168,7 +169,7 @@ def with_operands(
     if not activation.needs_tracing:
         return WithOperands(activation)
     # Here, because tracing takes parts of torch whose import takes a second.
-    from .activations.custom import trace_activation
+    from ..activations.custom import trace_activation
 
     return trace_activation(activation, tuple(shape), dtype, device)
 
@@ -217,7 +218,7 @@ def _compiled(plan: Plan, call: Call) -> Tensor:
     elif plan.saved == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
         # variable. A trace runs imports as it meets them.
-        from .ops.compiled_act import output_saved
+        from ..ops.compiled_act import output_saved
 
         z, parameters = pre_activation(x, w, b, residual), tuple(activation.parameters.items())
         y = output_saved(z, activation.name, parameters)

@@ -16,14 +16,14 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.overrides import has_torch_function, is_tensor_like
 
-from . import kernels
-from ._torch import is_of_transform
-from .activations import DTYPES, FLOAT64_IS_TORCHS, Activation
-from .kernels.operations import Convolution, Matmul, Operation, Pointwise, Weight
-from .utils.formatting import described
+from .. import kernels
+from .._torch import is_of_transform
+from ..activations import DTYPES, FLOAT64_IS_TORCHS, Activation
+from ..kernels.operations import Convolution, Matmul, Operation, Pointwise, Weight
+from ..utils.formatting import described
 
 if TYPE_CHECKING:
-    from .ops.mlp_forward import BlockOptions, Linear
+    from ..ops.mlp_forward import BlockOptions, Linear
 
 SAVES = ("auto", "output", "input", "recompute")
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from . import kernels, sizes, validation
-from ._torch import (
+from .. import kernels
+from .._torch import (
     autocast_is_active,
     compiled_checkpoint,
     dispatch_mode_count,
@@ -27,15 +27,16 @@ from ._torch import (
     is_of_transform,
     torchscript_state,
 )
-from .activations import Activation, Saved, resolve
-from .activations.table import by_name
-from .call import dropped, execute, followed_by, plan_for, shared_cast, with_operands
-from .kernels.operations import MATMUL
-from .ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
-from .ops.mlp_node import MLP
-from .plan import Call, Plan, autocast_dtype, choose_save, describe_block, needs_gradient, plain
-from .utils.caching import BoundedCache
-from .utils.formatting import size_text
+from ..activations import Activation, Saved, resolve
+from ..activations.table import by_name
+from ..kernels.operations import MATMUL
+from ..ops.mlp_forward import Block, BlockDropout, BlockOptions, Linear, unpacked
+from ..ops.mlp_node import MLP
+from ..utils.caching import BoundedCache
+from ..utils.formatting import size_text
+from . import sizes, validation
+from .decide import Call, Plan, autocast_dtype, choose_save, describe_block, needs_gradient, plain
+from .plan import dropped, execute, followed_by, plan_for, shared_cast, with_operands
 
 #: Into how many chunks the rows of a block are cut, at most, where nobody says. What is hidden and needed for a moment
 #: only is made for one of them at a time, in two buffers, or three of a gated block.
