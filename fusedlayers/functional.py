@@ -16,11 +16,9 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from .activations import resolve
 from .calls import validation
-from .calls.block_call import BlockCall, run_block
-from .calls.decide import Call, plain
-from .calls.plan import dropped, execute, plan_for, run_dropout, run_in_place
-from .kernels.operations import MATMUL, Pointwise
-from .ops.mlp_forward import BlockOptions, Linear
+from .calls.decide import Call
+from .calls.plan import dropped, plan_for, run_in_place
+from .kernels.operations import MATMUL, Mlp, Pointwise
 
 #: Of ``bias_act`` without a bias, whatever its ``dim``.
 _POINTWISE = Pointwise(-1)
@@ -78,13 +76,15 @@ def dense_bias_act(
         record = resolve(activation, "dense_bias_act")
         validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if not record.is_fusible:  # it has no name in a graph
-            plan = plain("one of the tensors is of a class of its own")
-            return dropped(execute(plan, Call(MATMUL, *tensors, record)), dropout)
+            z = dense_bias_act(input, weight, bias, None, residual=residual)
+            return dropped(record.plain(z), dropout)
         return handle_torch_function(
             dense_bias_act, tensors, input, weight, bias, record, residual=residual, dropout=dropout, save=save
         )
-    call = Call(MATMUL, input, weight, bias, residual, activation, save)
-    return run_dropout(call, dropout) if dropout else execute(*plan_for(call))
+    if dropout:
+        validation.check_dropout("dense_bias_act", dropout)
+    plan, call = plan_for(Call(MATMUL, tensors, activation, save))
+    return dropped(plan.run(call), dropout) if dropout else plan.run(call)
 
 
 def conv_bias_act(
@@ -146,11 +146,13 @@ def conv_bias_act(
     except (TypeError, AttributeError):  # a list, which cannot be hashed; or a weight that is no tensor
         validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         convolution = validation.convolution(weight.dim() - 2, stride, padding, dilation, groups)
-    call = Call(convolution, input, weight, bias, residual, activation, save)
-    return run_dropout(call, dropout) if dropout else execute(*plan_for(call))
+    if dropout:
+        validation.check_dropout("conv_bias_act", dropout)
+    plan, call = plan_for(Call(convolution, tensors, activation, save))
+    return dropped(plan.run(call), dropout) if dropout else plan.run(call)
 
 
-#: Entering no Python function. 1.0 is no 1.
+#: A look-up that enters no Python function; typed, because 1.0 is refused where 1 is not.
 _convolution = functools.lru_cache(256, typed=True)(validation.convolution)
 
 
@@ -197,10 +199,13 @@ def bias_act(
         return handle_torch_function(
             bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, dropout=dropout, save=save
         )
-    call = Call(_POINTWISE if bias is None else Pointwise(dim), input, None, bias, None, activation, save)
+    call = Call(_POINTWISE if bias is None else Pointwise(dim), (input, None, bias, None), activation, save)
     if inplace:
         return run_in_place(call, dropout)
-    return run_dropout(call, dropout) if dropout else execute(*plan_for(call))
+    if dropout:
+        validation.check_dropout("bias_act", dropout)
+    plan, call = plan_for(call)
+    return dropped(plan.run(call), dropout) if dropout else plan.run(call)
 
 
 def mlp(
@@ -254,8 +259,8 @@ def mlp(
         record = resolve(activation, "mlp")
         known = record if record.is_fusible else activation
         return handle_torch_function(mlp, tensors, *tensors, known, dropout=dropout, save=save, chunks=chunks)
-    options = BlockOptions("mlp", dropout, save, chunks, is_gated=False)
-    return run_block(BlockCall(options, input, [Linear(weight1, bias1)], Linear(weight2, bias2), activation))
+    plan, call = plan_for(Call(Mlp("mlp", dropout, chunks), tensors, activation, save))
+    return plan.run(call)
 
 
 def gated_mlp(
@@ -303,10 +308,9 @@ def gated_mlp(
         record = resolve(activation, "gated_mlp")
         known = record if record.is_fusible else activation
         return handle_torch_function(gated_mlp, tensors, *tensors, known, dropout=dropout, save=save, chunks=chunks)
-    options = BlockOptions("gated_mlp", dropout, save, chunks, is_gated=True)
-    first, last = [Linear(weight_gate, bias_gate)], Linear(weight_down, bias_down)
-    if weight_up is not None:
-        first.append(Linear(weight_up, bias_up))
-    elif bias_up is not None:
+    if weight_up is None and bias_up is not None:
         raise ValueError("gated_mlp: bias_up without weight_up; packed weights have packed biases, in bias_gate")
-    return run_block(BlockCall(options, input, first, last, activation))
+    given = tensors if weight_up is not None else (*tensors[:3], *tensors[5:])
+    block = Mlp("gated_mlp", dropout, chunks, is_gated=True, is_packed=weight_up is None)
+    plan, call = plan_for(Call(block, given, activation, save))
+    return plan.run(call)

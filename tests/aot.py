@@ -27,7 +27,7 @@ import torch
 import triton.language as tl
 
 from fusedlayers.activations import Activation, activations, resolve
-from fusedlayers.calls.plan import with_operands
+from fusedlayers.calls.tracers import with_operands
 from fusedlayers.kernels.triton import tiles
 
 sys.path.append(str(Path(__file__).parents[1]))

@@ -84,14 +84,13 @@ def nothing_outlives_a_test() -> Iterator[None]:
     """No plan, for a test may have exchanged what it depends on; and no activation that a test has registered, for
     others iterate over the table."""
     from fusedlayers.activations import table
-    from fusedlayers.calls import block_call, plan
+    from fusedlayers.calls import plan
 
     by_name = dict(table.by_name)
     stand_ins = {target: list(entries) for target, entries in table.stand_ins.items()}
     by_spelling = dict(table.by_spelling)
     yield
     plan._plans.clear()
-    block_call._plans.clear()
     if len(table.by_name) != len(by_name):
         for names, before in (
             (table.by_name, by_name),
@@ -121,7 +120,7 @@ def has_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
     """What switches between Triton and what there is without it, on whatever device the tests run."""
     from fusedlayers import kernels
-    from fusedlayers.calls import block_call, plan, sizes
+    from fusedlayers.calls import plan, sizes
     from fusedlayers.kernels import cpu, reference, triton
 
     for size in ("SMALL_BYTES", "MEDIUM_BYTES", "GPU_BYTES", "GPU_MEDIUM_BYTES"):
@@ -134,8 +133,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
             return cpu if tensor.is_cpu else reference
 
         monkeypatch.setattr(kernels, "choose", choose)
-        for plans in (plan._plans, block_call._plans):
-            plans.clear()
+        plan._plans.clear()
 
     return switch
 

@@ -9,7 +9,7 @@ from typing import Any
 from unittest import mock
 
 from fusedlayers import functional
-from fusedlayers.calls import block_call, plan
+from fusedlayers.calls import plan
 from fusedlayers.utils.caching import BoundedCache
 
 
@@ -30,11 +30,8 @@ def plans_of(function: Callable[..., Any], *args: Any, compiled: bool = False, *
 
     with (
         mock.patch.object(plan, "_plans", BoundedCache(64)),
-        mock.patch.object(block_call, "_plans", BoundedCache(64)),
         mock.patch.object(plan, "plan_for", noting(plan.plan_for)),
-        mock.patch.object(block_call, "plan_for", noting(block_call.plan_for)),
         mock.patch.object(functional, "plan_for", noting(functional.plan_for)),
-        mock.patch.object(block_call, "plan_block", noting(block_call.plan_block)),
         mock.patch("torch.compiler.is_compiling", return_value=True) if compiled else nullcontext(),
     ):
         function(*args, **kwargs)

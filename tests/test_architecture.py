@@ -114,9 +114,8 @@ def test_the_interface_does_no_arithmetic(module: str) -> None:
     tree = ast.parse(MODULES[module].read_text())
     called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     operations = {name for name in called if name.startswith(("torch.", "F."))}
-    assert {name.split(".")[1] for name in operations} <= {
-        *("is_grad_enabled", "get_autocast_dtype", "compiler", "cuda"),
-    }
+    names = {name.split(".")[1].partition("(")[0] for name in operations}
+    assert names <= {"is_grad_enabled", "compiler", "empty", "device"}  # empty: tensors without memory
 
 
 # --- sizes ------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
-from fusedlayers.calls import block_call, plan
+from fusedlayers.calls import plan
 from fusedlayers.kernels import cpu
 from fusedlayers.kernels.cpu import build, loops
 from fusedlayers.kernels.cpu import cpu_elementwise as elementwise
@@ -37,8 +37,7 @@ def _forget() -> None:
         for cached in vars(module).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
-    for plans in (plan._plans, block_call._plans):
-        plans.clear()
+    plan._plans.clear()
 
 
 @pytest.fixture
@@ -181,8 +180,7 @@ def _forget_plans() -> None:
     """And kernels, so that the next call asks again for the library."""
     for cached in (elementwise.forward_kernel, elementwise.gradient_kernel, elementwise.gate_kernel):
         cached.cache_clear()
-    for plans in (plan._plans, block_call._plans):
-        plans.clear()
+    plan._plans.clear()
 
 
 def _check_layers(reason: str) -> None:

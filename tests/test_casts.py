@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fusedlayers.calls.plan import shared_cast
+from fusedlayers.calls.casts import shared_cast
 from fusedlayers.memory import saved_bytes
 
 

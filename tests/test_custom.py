@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import fusedlayers as fl
 from examples.custom_activation import ACTIVATIONS
 from fusedlayers.activations import custom, partition, resolve
-from fusedlayers.calls.plan import with_operands
+from fusedlayers.calls.tracers import with_operands
 from fusedlayers.derivative.branch_bit import LEAST
 from fusedlayers.memory import saved_bytes
 from fusedlayers.utils.caching import BoundedCache

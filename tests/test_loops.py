@@ -23,7 +23,7 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, definitions, resolve
-from fusedlayers.calls.plan import with_operands
+from fusedlayers.calls.tracers import with_operands
 from fusedlayers.derivative import branch_bit
 from fusedlayers.kernels import GradientRequest, cpu, reference
 from fusedlayers.kernels.cpu import build, loops

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
-from fusedlayers.calls import block_call, decide, plan, sizes
+from fusedlayers.calls import decide, plan, sizes
 from fusedlayers.memory import saved_bytes
 
 #: By their output, folded, by their input, read by nobody, a user's own.
@@ -71,7 +71,7 @@ def _kept(call: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module) -> int
 
 
 def _expected(
-    found: decide.Plan, module: Any, x: Tensor, activation: Any, eager: Callable[[Any, Tensor], Tensor]
+    found: decide.Decision, module: Any, x: Tensor, activation: Any, eager: Callable[[Any, Tensor], Tensor]
 ) -> int:
     """What the plan says, in bytes."""
     if found.saved == "eager":
@@ -251,6 +251,22 @@ def test_repr_and_plan_say_the_same() -> None:
         assert str(plans_of(layer, x)[0]) in repr(layer)
     for block in (fl.FusedMLP(12, 40), fl.FusedGatedMLP(12, 40, save="recompute")):
         assert str(plans_of(block, x)[0]) in repr(block)
+
+
+def test_repr_does_not_depend_on_where_it_is_asked_for() -> None:
+    layers = fl.FusedDenseAct(12, 40), fl.FusedMLP(12, 40), fl.FusedConvAct2d(3, 8, 3, activation="gelu")
+    for layer in layers:
+        said = repr(layer)
+        assert "saves the output" in said
+        for context in (
+            torch.no_grad,
+            torch.inference_mode,
+            lambda: torch.autocast("cpu", torch.float16),
+            FakeTensorMode,
+        ):
+            with context():
+                assert repr(layer) == said
+        assert repr(layer.requires_grad_(False).to("meta")) == said
 
 
 # --- remembering ------------------------------------------------------------------------------------------------------
@@ -466,8 +482,6 @@ def test_facts_tell_situations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Any] = []
     for name, path in plan.PATHS.items():
         monkeypatch.setitem(plan.PATHS, name, partial(_noting, taken, path))
-    plan_block = block_call.plan_block
-    monkeypatch.setattr(block_call, "plan_block", lambda of: [taken.append(plan_block(of)[0]), plan_block(of)][1])
 
     situations = list(_situations())
     warm, cold = [], []
@@ -475,7 +489,6 @@ def test_facts_tell_situations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         for name, make, context in situations:
             if not is_warm:
                 plan._plans.clear()
-                block_call._plans.clear()
             taken.clear()
             torch.manual_seed(0)
             with context():

@@ -16,7 +16,7 @@ from interpreting import examined
 from pairs import covering
 
 from fusedlayers.activations import resolve
-from fusedlayers.calls.plan import with_operands
+from fusedlayers.calls.tracers import with_operands
 from fusedlayers.kernels import GradientRequest
 from fusedlayers.kernels import triton as backend
 from fusedlayers.kernels.triton import tiles

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
-from fusedlayers.calls.plan import with_operands
+from fusedlayers.calls.tracers import with_operands
 from fusedlayers.memory import saved_bytes
 
 

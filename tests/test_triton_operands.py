@@ -23,7 +23,7 @@ import fusedlayers as fl
 from fusedlayers import kernels
 from fusedlayers.activations import Activation, WithOperands, resolve
 from fusedlayers.activations.custom import _trace_counts
-from fusedlayers.calls.plan import with_operands
+from fusedlayers.calls.tracers import with_operands
 from fusedlayers.kernels import GradientRequest, reference
 
 pytest.importorskip("triton")

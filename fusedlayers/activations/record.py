@@ -202,10 +202,6 @@ class Activation:
             return stated.reason
         return None if refusal is None else refusal(**self.parameters)
 
-    def left_because(self, dtype: torch.dtype) -> str | None:
-        """Why layers in ``dtype`` leave the function to plain PyTorch, or None where it is fused."""
-        return FLOAT64_IS_TORCHS if dtype is torch.float64 else self.fallback_reason
-
     def output_refusal(self, dtype: torch.dtype) -> str | None:
         """Why outputs of ``dtype`` do not determine the derivative (to three times GELU's error), or None."""
         if dtype is torch.float64:

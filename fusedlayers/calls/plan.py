@@ -1,51 +1,51 @@
-"""A layer's call: its plan is looked up, or decided, and carried out.
+"""A call's plan is looked up, or decided, and carried out: ``plan, call = plan_for(call); y = plan.run(call)``.
 
 A call's *facts* are one tuple of what can be read off the arguments and this thread in about two microseconds: dtypes,
 shapes, which tensors need gradients, autocast, modes. Plans are memoised by facts, so a call that was seen before is
-neither checked nor decided again. A call with new facts is checked (``validation.py``) and decided (``plan.py``).
+neither checked nor decided again. A call with new facts is checked (``validation.py``) and decided (``decide.py``).
 
 A path (``PATHS``) carries a plan out: calls the operation, the activation, and the autograd Functions around them.
+
+A block runs as one autograd node, ``ops/mlp_node.py``, where all of it is trained: it then saves no more than PyTorch.
+Else it runs layer by layer: each of its layers is a call with a plan of its own. That is so for frozen weights, weights
+that are computed from others, and under ``torch.compile``.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
+from torch import Tensor, nn
 
 from .. import _torch
 from .._torch import (
-    FAKE_MODE,
-    PROXY_MODE,
-    SAVED,
-    SELECTIVE_CHECKPOINT_MODES,
     autocast_is_active,
     compiled_checkpoint,
-    dispatch_mode_at,
     dispatch_mode_count,
     forward_ad_level,
     functorch_is_active,
-    infrastructure_mode,
     is_of_transform,
-    saved_tensors_hooks_on_top,
     torchscript_state,
 )
-from ..activations import Activation, WithOperands, resolve
+from ..activations import Activation, resolve
 from ..activations.table import by_name
-from ..kernels.operations import Convolution, Matmul, Operation, Pointwise
+from ..kernels.operations import MATMUL, Convolution, Matmul, Mlp, Pointwise
 from ..ops.dropout import Dropout
+from ..ops.mlp_forward import BlockDropout, Linear, unpacked
+from ..ops.mlp_node import MLP
 from ..ops.pointwise import BiasAct, Origin, place_of
 from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.caching import BoundedCache
 from . import sizes, validation
-from .decide import Call, Plan, autocast_dtype, decide, needs_gradient
+from .casts import autocast_dtype, with_casts
+from .decide import Call, Decision, decide, needs_gradient
+from .tracers import followed_by, with_operands
 
 #: Why a call under a checkpoint that writes over its input is left to PyTorch. It may run with a copy the second time,
 #: by hooks around it, and the writes to a copy are counted from 0: no number tells whether the output was edited.
@@ -54,25 +54,20 @@ COPIED_BY_CHECKPOINT = "it writes over its input, of which a checkpoint around i
 #: Dropouts of fewer numbers save what PyTorch's do: packing a mask takes some ten operations.
 LEAST_DROPPED = 1 << 16
 
+
+class Plan(Decision):
+    """A decision that can be carried out."""
+
+    __slots__ = ()
+
+    def run(self, call: Call) -> Tensor:
+        """The result of a call with this plan."""
+        return PATHS[self.path](self, call if self.cast is None else with_casts(self, call))
+
+
 #: Plans by facts. A large model has some hundreds; changing lengths and shapes push out the oldest.
 _plans: BoundedCache[Plan] = BoundedCache(4096)
 _log = logging.getLogger("fusedlayers")
-
-
-def execute(plan: Plan, call: Call) -> Tensor:
-    """The result of a call, by its plan."""
-    return PATHS[plan.path](plan, call)
-
-
-def run_in_place(call: Call, dropout: float) -> Tensor:
-    """``bias_act`` over its input."""
-    validation.check_tensors("bias_act", {"input": call.x}, bias=call.b)
-    plan, found = plan_for(call._replace(is_inplace=True))
-    validation.check_inplace(call.x, call.save, dropout)
-    # Autograd refuses some views, but only after a Function has written; copy_ asks first.
-    if not plan.overwrites or (call.x._is_view() and needs_gradient(call.x, call.b)):
-        return call.x.copy_(execute(*plan_for(call._replace(x=call.x.clone()))))
-    return execute(plan, found)
 
 
 # --- from a call to its plan ------------------------------------------------------------------------------------------
@@ -81,17 +76,20 @@ def run_in_place(call: Call, dropout: float) -> Tensor:
 def plan_for(call: Call) -> tuple[Plan, Call]:
     """The plan for a call, and the call as it is computed: with the record of its activation, which is traced where the
     plan does not leave it to PyTorch."""
-    given = call.activation
+    operation, tensors, given, *_ = call
     activation = by_name.get(given) if type(given) is str else given
     if type(activation) is not Activation:
-        activation = resolve(given, call.operation.function)
+        activation = resolve(given, operation.function)
     call = call if activation is given else call._replace(activation=activation)
-    is_there = call.x is not None and (call.w is not None or type(call.operation) is Pointwise)
-    is_usual = is_there and not torch.compiler.is_compiling()
-    for t in call[1:5]:
+    is_block, is_compiling = type(operation) is Mlp, torch.compiler.is_compiling()
+    is_there = tensors[0] is not None and (tensors[1] is not None or type(operation) is Pointwise)
+    is_usual = is_there and not is_compiling
+    if is_block:  # under TorchScript sizes are tensors
+        is_usual &= tensors[-2] is not None and tensors[-4] is not None and torchscript_state() is None
+    for t in tensors:
         is_usual &= t is None or (type(t) in validation.PLAIN_TYPES and not t.is_nested)
     if not is_usual:
-        return _checked(call, None), call
+        return _checked(call, followed_by() if is_block and not is_compiling else None), call
     facts, because, traced = _facts(call)
     try:
         plan = _plans.get(facts)
@@ -100,27 +98,33 @@ def plan_for(call: Call) -> tuple[Plan, Call]:
     if plan is None:
         plan = _plans.put(facts, _checked(traced, because))
     # PyTorch computes what was given, and not what was traced of it.
-    return plan, call if plan.path == "composite" else traced
+    return plan, call if plan.path in ("composite", "by_layer") else traced
 
 
 def _facts(call: Call) -> tuple[Hashable, str | None, Call]:  # to enter more functions takes longer than these tests
     """The facts of a call; why PyTorch must compute it, or None; and the call with its activation traced."""
-    operation, x, w, b, residual, activation, save, is_inplace, *_ = call
+    operation, (x, w, *others), activation, save, is_inplace, *_ = call
     shape: Any = x.shape
     limits = sizes.limits_of(x) if x.is_cuda else (sizes.SMALL_BYTES, sizes.MEDIUM_BYTES)
     size = 2  # of a convolution the shape tells
+    options: Any = type(operation) is Pointwise and type(operation.dim)
     if type(operation) is not Convolution:
         result_bytes = x.numel() * x.itemsize
         if w is not None:
-            result_bytes = result_bytes // (x.shape[-1:].numel() or 1) * w.shape[:1].numel()
-        size = (result_bytes >= limits[0]) + (result_bytes >= limits[1])
+            rows_bytes = result_bytes // (x.shape[-1:].numel() or 1)
+            result_bytes = rows_bytes * w.shape[:1].numel()
         # Lengths of sequences change from call to call: where nothing depends on them, the facts leave them out.
-        if residual is None and (w is not None or b is None):
+        if type(operation) is Mlp:
+            result_bytes //= 2 if operation.is_packed else 1
+            shape = len(shape), shape[-1:], rows_bytes.bit_length()
+            options = type(operation.dropout), type(operation.chunks)  # True is 1, and is refused
+        elif others[1] is None and (w is not None or others[0] is None):
             shape = len(shape), w is not None and shape[-1:]
+        size = (result_bytes >= limits[0]) + (result_bytes >= limits[1])
     cast = autocast_is_active() and autocast_dtype(x)
-    facts = [operation, w is None and type(operation.dim), shape, size, limits, save, is_inplace, cast]
+    facts = [operation, options, shape, size, limits, save, is_inplace, cast]
     facts += x.dtype, x.is_cpu or x.device
-    for t in (w, b, residual):
+    for t in (w, *others):
         facts += (None,) if t is None else (t.dtype, t.is_cpu or t.device, t.shape)
     if not size and save == "auto" and not is_inplace:
         # PyTorch computes it, whatever needs gradients and whoever follows.
@@ -137,14 +141,16 @@ def _facts(call: Call) -> tuple[Hashable, str | None, Call]:  # to enter more fu
     # Of what PyTorch computes only the reason is asked for: the record may hold a user's tensors.
     facts += because, activation.fallback_reason if is_torchs else activation, torch.is_grad_enabled()
     facts += (is_of_transform(x),)
-    for t in (x, w, b, residual):
+    for t in (x, w, *others):
         facts += (None,) if t is None else (t.layout, t.requires_grad, t.is_neg())
+        if type(operation) is Mlp and t is not None:
+            facts += type(t), t.is_leaf
     return tuple(facts), because, call
 
 
 def _checked(call: Call, because: str | None) -> Plan:
-    validation.check_call(*call[:5])
-    plan = decide(call, because)
+    validation.check_call(call.operation, call.tensors, call.save)
+    plan = Plan(*decide(call, because))
     if not torch.compiler.is_compiling():
         _log.debug("%s: %s", call.operation.function, plan)
     return plan
@@ -152,8 +158,9 @@ def _checked(call: Call, because: str | None) -> Plan:
 
 def _traced(call: Call, least_bytes: int) -> Call:
     """The call with the trace of a user's function, if its result is large enough."""
-    operation, x, w, b, residual, activation, save, is_inplace, *_ = call
-    validation.check_call(operation, x, w, b, residual)  # what is traced for z must have a shape and a dtype
+    operation, tensors, activation, save, is_inplace, *_ = call
+    validation.check_call(operation, tensors, save)  # what is traced for z must have a shape and a dtype
+    x, w, *_ = tensors
     shape = operation.shape(x, w)
     if not is_inplace and save == "auto" and math.prod(shape) * x.itemsize < least_bytes:
         return call
@@ -162,78 +169,62 @@ def _traced(call: Call, least_bytes: int) -> Call:
     return call._replace(activation=activation, operands=operands, operand_dim=operand_dim)
 
 
-def with_operands(
-    activation: Activation, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
-) -> WithOperands:
-    """A user's function made into an activation for z of this shape and dtype, with the tensors that it reads."""
-    if not activation.needs_tracing:
-        return WithOperands(activation)
-    # Here, because tracing takes parts of torch whose import takes a second.
-    from ..activations.custom import trace_activation
-
-    return trace_activation(activation, tuple(shape), dtype, device)
-
-
-def followed_by() -> str | None:
-    """The active tracer or transform that must see PyTorch's own operations, or None."""
-    if functorch_is_active():
-        return _torch.UNSEEN or "a transform of torch.func follows the computation"
-    if forward_ad_level() >= 0:
-        return "forward-mode differentiation follows the computation"
-    if torchscript_state() is not None:
-        return "TorchScript traces the computation"
-    if not dispatch_mode_count():
-        return None
-    if infrastructure_mode(PROXY_MODE) is not None:
-        return "make_fx traces the computation"
-    if infrastructure_mode(FAKE_MODE) is not None:
-        return "fake tensors stand for the results"
-    modes = map(dispatch_mode_at, range(dispatch_mode_count()))
-    selective = (isinstance(m, SELECTIVE_CHECKPOINT_MODES) or getattr(m, "keeps_results", False) for m in modes)
-    # It saves the results of some operations, a matmul's say, which must not be overwritten.
-    return "a selective checkpoint saves results of single operations" if any(selective) else None
-
-
 # --- the paths of a plan ----------------------------------------------------------------------------------------------
+
+
+def run_in_place(call: Call, dropout: float) -> Tensor:
+    """``bias_act`` over its input."""
+    x, _, b, _ = call.tensors
+    validation.check_tensors("bias_act", {"input": x}, bias=b)
+    plan, found = plan_for(call._replace(is_inplace=True))
+    validation.check_inplace(x, call.save, dropout)
+    # Autograd refuses some views, but only after a Function has written; copy_ asks first.
+    if not plan.overwrites or (x._is_view() and needs_gradient(x, b)):
+        plan, found = plan_for(call._replace(tensors=(x.clone(), None, b, None)))
+        return x.copy_(plan.run(found))  # type: ignore[no-any-return]
+    return plan.run(found)
 
 
 def _composite(plan: Plan, call: Call) -> Tensor:
     """By PyTorch's own operations."""
-    operation, x, w, b, residual, activation, *_ = call
+    operation, tensors, activation, *_ = call
+    if isinstance(operation, Mlp):
+        x, (layer, *others), last = _layers(call)
+        activated = validation.activated(operation.function, activation, F.linear(x, *layer))
+        return after_activation(activated, [F.linear(x, *other) for other in others], operation.dropout, last)
+    x, w, b, residual = tensors
     z = operation(x, w, b)
     return validation.activated(operation.function, activation, z if residual is None else z + residual)
 
 
 def _compiled(plan: Plan, call: Call) -> Tensor:
     """Functional operations that save what the plan says, and that the compiler fuses."""
-    operation, x, w, b, residual, activation, *_ = call
+    operation, tensors, activation, *_ = call
 
     def pre_activation(x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None) -> Tensor:
-        z = operation(x, w, b)
+        z: Tensor = operation(x, w, b)  # type: ignore[operator]
         return z if residual is None else z + residual
 
     # An exported program is for inference.
     if plan.saved in ("nothing", "eager") or _torch.is_exporting():
-        y: Tensor = activation.plain(pre_activation(x, w, b, residual))
+        y: Tensor = activation.plain(pre_activation(*tensors))
     elif plan.saved == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
         # variable. A trace runs imports as it meets them.
         from ..ops.compiled_act import output_saved
 
-        z, parameters = pre_activation(x, w, b, residual), tuple(activation.parameters.items())
+        z, parameters = pre_activation(*tensors), tuple(activation.parameters.items())
         y = output_saved(z, activation.name, parameters)
     else:
-        y = compiled_checkpoint(lambda *inputs: activation.plain(pre_activation(*inputs)), x, w, b, residual)
+        y = compiled_checkpoint(lambda *inputs: activation.plain(pre_activation(*inputs)), *tensors)
     return y
 
 
 def _without_gradients(plan: Plan, call: Call) -> Tensor:
     """By a backend's kernels; nothing is saved, and the output carries no branch bit."""
-    operation, x, w, b, residual, *_ = call
-    if plan.cast is not None and type(operation) is Matmul:
-        x, w, b = x.to(plan.cast), w.to(plan.cast), None if b is None else b.to(plan.cast)
+    operation, (x, w, b, residual), *_ = call
     kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
-    z = operation(x, w, b)
+    z = operation(x, w, b)  # type: ignore[operator]
     return plan.backend.bias_act(
         z, kernel_b, plan.activation, call.operands, residual=residual, dim=plan.dim, encode=False,
         out=z if plan.overwrites else None,
@@ -242,15 +233,14 @@ def _without_gradients(plan: Plan, call: Call) -> Tensor:
 
 def _fused(plan: Plan, call: Call) -> Tensor:
     """By a backend's kernels, for gradients."""
-    operation, given, w, b, residual, _, _, _, operands, _ = call
-    x, residual = _flattened(operation, given, residual) if plan.flattens else (given, residual)
+    if plan.block is not None:
+        return _block(plan, call)
+    operation: Any = call.operation
+    given, w, b, residual = call.tensors
+    x = given
+    if plan.flattens:
+        x, residual = operation.flattened(given), None if residual is None else operation.flattened(residual)
     kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
-    if plan.cast is not None:
-        # What torch can cast it casts: a weight that is used many times is then cast, and saved, once.
-        kernel_b = None if kernel_b is None else kernel_b.to(plan.cast)
-        x = x.to(plan.cast) if plan.saved == "recompute" else x
-        if plan.saved == "output" and type(operation) is Matmul:
-            x, w = shared_cast(x, plan.cast), shared_cast(w, plan.cast)
     if type(operation) is Matmul:
         z = F.linear(x, w, b)  # as operation(x, w, b), without its call
     elif w is None and b is None:
@@ -261,57 +251,70 @@ def _fused(plan: Plan, call: Call) -> Tensor:
         z, residual = z.add_(residual), None
     if plan.saved != "output":
         origin = Origin(x, w, b, operation.__call__) if plan.saved == "recompute" else None
-        y: Tensor = BiasAct.apply(plan, z, kernel_b, residual, origin, *operands)
+        y: Tensor = BiasAct.apply(plan, z, kernel_b, residual, origin, *call.operands)
     else:
         places = (
             place_of(z) if z.requires_grad else None,
             None if kernel_b is None or not kernel_b.requires_grad else place_of(kernel_b),
             None if residual is None or not residual.requires_grad else place_of(residual),
         )
-        y = BiasAct.apply(plan, z, kernel_b, residual, None, *operands)
+        y = BiasAct.apply(plan, z, kernel_b, residual, None, *call.operands)
         node: Any = y.grad_fn
         node.places = places
     return operation.unflattened(y, given) if plan.flattens else y
 
 
-def shared_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """``tensor.to(dtype)``, for the dtype that autocast casts to; of a matrix whose cast torch caches, that cast.
-
-    While autocast is on, torch casts a parameter once for all who use it, and saves that one cast. ``parameter.to``
-    makes another each time, and torch has no function that returns its own; but operations save it: it is read from the
-    node of a product that computes nothing.
-    """
-    is_trained = tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled()
-    is_shared = is_trained and torch.is_autocast_cache_enabled()
-    if tensor.dtype is not torch.float32 or tensor.dim() != 2 or not is_shared:
-        return tensor.to(dtype)
-    nothing = torch.empty(tensor.shape[1], 0, dtype=dtype, device=tensor.device, requires_grad=True)
-    # Saved-tensor hooks, a checkpoint's for one, would replace the cast.
-    with saved_tensors_hooks(lambda t: t, lambda t: t) if saved_tensors_hooks_on_top(True) else nullcontext():
-        cast = getattr(torch.mm(tensor, nothing).grad_fn, SAVED + "self", None)
-    return cast if cast is not None and cast.dtype is dtype else tensor.to(dtype)
+def _block(plan: Plan, call: Call) -> Tensor:
+    """A block in one node."""
+    operation, (input, *layers), *_ = call
+    block = plan.block
+    assert block is not None and isinstance(operation, Mlp)
+    x = input if input.dim() == 2 else input.reshape(-1, input.shape[-1])
+    *first, w, b = layers
+    if operation.dropout:
+        dropout = BlockDropout.draw(float(operation.dropout), len(x), w.shape[1], x.dtype, x.device)
+        block = block._replace(dropout=dropout)
+    y: Tensor = MLP.apply(block, len(first) // 2, x, w, b, *first[::2], *first[1::2], *call.operands)
+    return y if input.dim() == 2 else y.view(*input.shape[:-1], y.shape[-1])
 
 
-def _flattened(operation: Operation, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return operation.flattened(x), None if residual is None else operation.flattened(residual)
+def _by_layer(plan: Plan, call: Call) -> Tensor:
+    """A block's layers one by one, each by a plan of its own."""
+    operation, tensors, activation, save, *_ = call
+    assert isinstance(operation, Mlp)
+    if torch.compiler.is_compiling() and needs_gradient(*tensors):
+        if save == "recompute":
+            again = call._replace(save="auto")
+            y: Tensor = compiled_checkpoint(lambda *given: _by_layer(plan, again._replace(tensors=given)), *tensors)
+            return y
+        x, layers, last = _layers(call)
+        if len(layers) > 1 and not operation.dropout and needs_gradient(x, *layers[0], *layers[1]):
+            # Else the compiler saves the gate's product with the other half, beside both.
+            parts = [F.linear(x, *layer) for layer in layers]
+            return F.linear(compiled_checkpoint(lambda gate, up: activation.plain(gate) * up, *parts), *last)
+    x, (layer, *others), last = _layers(call)
+    save = "auto" if save == "recompute" else save  # which would save more, layer by layer
+    first, of_first = plan_for(Call(MATMUL, (x, *layer, None), activation, save))
+    activated = first.run(of_first)
+    if first.path == "no_grad" and not needs_gradient(x, *(t for other in others for t in other)):
+        for other in others:  # the activation's result is nobody else's
+            activated.mul_(F.linear(x, *other))
+        dropout = operation.dropout
+        return F.linear(F.dropout(activated, dropout, inplace=True) if dropout else activated, *last)
+    return after_activation(activated, [F.linear(x, *other) for other in others], operation.dropout, last)
 
 
-#: What carries out each path of a plan.
-PATHS: dict[str, Callable[[Plan, Call], Tensor]] = {
-    "composite": _composite,
-    "compiled": _compiled,
-    "no_grad": _without_gradients,
-    "fused": _fused,
-}
+def _layers(call: Call) -> tuple[Tensor, Sequence[Linear], Linear]:
+    """The input of a block, its first layers, gate and up of a packed one too, and the last."""
+    x, *tensors = call.tensors
+    *first, last = (Linear(w, b) for w, b in zip(tensors[::2], tensors[1::2], strict=True))
+    return x, unpacked(first) if call.operation.is_packed else first, last  # type: ignore[union-attr]
 
 
-# --- with dropout -----------------------------------------------------------------------------------------------------
-
-
-def run_dropout(call: Call, p: float) -> Tensor:
-    """``F.dropout`` of what a call computes."""
-    validation.check_dropout(call.operation.function, p)
-    return dropped(execute(*plan_for(call)), p)
+def after_activation(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Linear | nn.Module) -> Tensor:
+    """The rest of a block: the product with the other half of a gate, dropout, and the last layer."""
+    hidden = dropped(functools.reduce(torch.mul, others, activated), dropout)
+    return last(hidden) if isinstance(last, nn.Module) else F.linear(hidden, *last)
 
 
 def dropped(y: Tensor, p: float) -> Tensor:
@@ -323,3 +326,13 @@ def dropped(y: Tensor, p: float) -> Tensor:
         return F.dropout(y, p)
     dropped: Tensor = Dropout.apply(y, p)
     return dropped
+
+
+#: What carries out each path of a plan.
+PATHS: dict[str, Callable[[Plan, Call], Tensor]] = {
+    "composite": _composite,
+    "compiled": _compiled,
+    "no_grad": _without_gradients,
+    "fused": _fused,
+    "by_layer": _by_layer,
+}

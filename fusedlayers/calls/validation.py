@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -19,11 +19,9 @@ from torch.overrides import has_torch_function, is_tensor_like
 from .. import kernels
 from .._torch import is_of_transform
 from ..activations import DTYPES, FLOAT64_IS_TORCHS, Activation
-from ..kernels.operations import Convolution, Matmul, Operation, Pointwise, Weight
+from ..kernels.operations import Convolution, Matmul, Mlp, Operation, Pointwise
 from ..utils.formatting import described
-
-if TYPE_CHECKING:
-    from ..ops.mlp_forward import BlockOptions, Linear
+from .casts import is_autocast
 
 SAVES = ("auto", "output", "input", "recompute")
 
@@ -66,16 +64,16 @@ def unusual_because(*tensors: Tensor | None) -> str | None:
     return None
 
 
-def is_autocast(kind: str) -> bool:
-    """Whether autocast is on for a kind of device."""
-    return kind != "meta" and torch.is_autocast_enabled(kind)  # torch refuses to say for meta
-
-
 # --- the tensors of a call --------------------------------------------------------------------------------------------
 
 
-def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, residual: Tensor | None) -> None:
-    """Refuse tensors of a layer that do not fit together."""
+def check_call(operation: Operation, tensors: Sequence[Any], save: str) -> None:
+    """Refuse tensors of a layer or a block that do not fit together."""
+    if isinstance(operation, Mlp):
+        check_block_options(operation, save)
+        _check_block(operation, tensors)
+        return
+    x, w, b, residual = tensors
     function, is_pointwise = operation.function, isinstance(operation, Pointwise)
     required: dict[str, object] = {"input": x} if is_pointwise else {"input": x, "weight": w}
     check_tensors(function, required, bias=b, residual=residual)
@@ -101,14 +99,12 @@ def check_call(operation: Operation, x: Tensor, w: Weight, b: Tensor | None, res
         _check_shape(function, "residual", residual, operation.shape(x, w), ", like the result")
 
 
-def check_block(options: BlockOptions, x: Tensor, first: Sequence[Linear], last: Linear) -> None:
-    """Refuse what a block is asked for, or tensors of it, that do not fit together."""
-    check_block_options(options)
-    function, halves = options.function, options.halves(first)
-    names = ["gate", "up", "down"] if options.is_gated else ["1", "2"]
-    names = [f"_{name}" if options.is_gated else name for name in (*names[: len(first)], names[-1])]
-    weights = {f"weight{name}": layer.w for name, layer in zip(names, (*first, last), strict=True)}
-    biases = {f"bias{name}": layer.b for name, layer in zip(names, (*first, last), strict=True)}
+def _check_block(operation: Mlp, tensors: Sequence[Any]) -> None:
+    function, halves, x = operation.function, 1 + operation.is_packed, tensors[0]
+    names = ["_gate", "_up", "_down"] if operation.is_gated else ["1", "2"]
+    names = [names[0], names[-1]] if operation.is_packed else names
+    weights = {f"weight{name}": w for name, w in zip(names, tensors[1::2], strict=True)}
+    biases = {f"bias{name}": b for name, b in zip(names, tensors[2::2], strict=True)}
     check_tensors(function, {"input": x, **weights}, **biases)
     if x.is_nested:
         return
@@ -215,9 +211,9 @@ def check_dropout(function: str, dropout: object) -> None:
         raise ValueError(f"{function}: dropout must lie in [0, 1], got {dropout}")
 
 
-def check_block_options(options: BlockOptions) -> None:
+def check_block_options(operation: Mlp, save: str) -> None:
     """Refuse what a block cannot be asked for besides tensors."""
-    function, dropout, save, chunks, is_gated = options
+    function, dropout, chunks, is_gated, *_ = operation
     check_save(function, save)
     if save == "output" and is_gated:
         raise ValueError(

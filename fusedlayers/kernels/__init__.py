@@ -7,11 +7,9 @@ import importlib.util
 import logging
 import os
 
-from torch import Tensor, empty, float64
-from torch import device as torch_device
-from torch import dtype as torch_dtype
+from torch import Tensor, float64
 
-from ..activations import FLOAT64_IS_TORCHS, Activation
+from ..activations import Activation
 from . import cpu, reference
 from .interface import Backend, GradientRequest
 
@@ -23,7 +21,6 @@ __all__ = [
     "choose",
     "kernels_are_off",
     "no_triton_because",
-    "slow_on",
 ]
 
 
@@ -48,17 +45,6 @@ def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
         backend = _for_gpus()
         return backend if activation is None or backend.computes(activation) else reference
     return reference
-
-
-def slow_on(device: torch_device, dtype: torch_dtype, activation: Activation) -> str | None:
-    """Why layers on a device leave an activation to PyTorch although its output would do, as far as that shows before
-    code is built; or None."""
-    if dtype is float64:
-        return FLOAT64_IS_TORCHS
-    if device.type not in DEVICES or activation.output_refusal(dtype) is not None:
-        return None
-    backend = choose(empty(0, dtype=dtype, device=device), activation)
-    return backend.slow_because(activation, dtype, may_build=False)
 
 
 def no_triton_because() -> str | None:

@@ -1,4 +1,5 @@
-"""The operation before an activation: a matmul, a convolution or a bias, ``z = operation(x, w, b)``, by torch."""
+"""The operation before an activation: a matmul, a convolution or a bias, ``z = operation(x, w, b)``, by torch; and a
+block, which has its activation inside."""
 
 from __future__ import annotations
 
@@ -119,4 +120,21 @@ class Pointwise(NamedTuple):
         return y
 
 
-Operation = Matmul | Convolution | Pointwise
+class Mlp(NamedTuple):
+    """``linear(dropout(activation(linear(x, w1, b1))), w2, b2)``; gated: ``activation(gate) * up`` of two first layers,
+    or of both halves of a packed one."""
+
+    function: str
+    dropout: float
+    #: None leaves it to the plan.
+    chunks: int | None
+    is_gated: bool = False
+    is_packed: bool = False
+    is_cast: bool = True
+
+    def shape(self, x: Tensor, w: Weight) -> Sizes:
+        """Of z, what the activation is given."""
+        return *x.shape[:-1], w.shape[0] // (2 if self.is_packed else 1)
+
+
+Operation = Matmul | Convolution | Pointwise | Mlp

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..activations import DTYPES, Activation, must_call_reason, resolve
 from ..calls.decide import choose_save, describe
-from ..calls.plan import with_operands
+from ..calls.tracers import with_operands
 from ..calls.validation import check_dropout, check_features, check_save, check_window
 from ..functional import conv_bias_act, dense_bias_act
 

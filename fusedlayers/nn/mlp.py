@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ..activations import DTYPES, Activation, must_call_reason, resolve
-from ..calls.block_call import after_activation
-from ..calls.decide import describe_block
+from ..calls.decide import describe
+from ..calls.plan import after_activation
 from ..calls.validation import check_block_options, check_features
 from ..functional import bias_act, gated_mlp, mlp
-from ..ops.mlp_forward import BlockOptions
+from ..kernels.operations import Mlp
 from .layer import WithActivation
 
 _SEPARATE = ("gate_proj", "up_proj")
@@ -29,7 +29,7 @@ class FusedBlock(WithActivation):
     def _set_block(
         self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int | None
     ) -> None:
-        check_block_options(BlockOptions(type(self).__name__, dropout, save, chunks, self.is_gated))
+        check_block_options(Mlp(type(self).__name__, dropout, chunks, self.is_gated), save)
         for name, layer in layers.items():
             self.add_module(name, layer)
         self.dropout = dropout
@@ -80,8 +80,8 @@ class FusedBlock(WithActivation):
         raise NotImplementedError
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        options = BlockOptions(type(self).__name__, self.dropout, self.save, self.chunks, self.is_gated)
-        return describe_block(options, activation, dtype, self._example_tensor().device)
+        block = Mlp(type(self).__name__, self.dropout, self.chunks, self.is_gated)
+        return describe(activation, self.save, dtype, self._example_tensor().device, block)
 
     @property
     def _last(self) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Sized
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,22 +57,6 @@ class Linear(NamedTuple):
         """Under autocast weights come as its casts, which torch keeps for all who use them. Biases come as they are:
         parameters are alive anyway, casts would be held for second derivatives alone."""
         return cls(w, b if b is None or b.dtype is w.dtype else b.to(w.dtype))
-
-
-class BlockOptions(NamedTuple):
-    """The options of a block's call."""
-
-    #: Whom errors name.
-    function: str
-    dropout: float
-    save: str
-    #: None leaves it to the plan.
-    chunks: int | None
-    is_gated: bool
-
-    def halves(self, first: Sized) -> int:
-        """How many hidden layers each of the first layers makes: two where one packed layer makes gate and up."""
-        return 2 if self.is_gated and len(first) == 1 else 1
 
 
 class Block(NamedTuple):

@@ -29,7 +29,7 @@ from .saved_buffers import expected_from_hooks, saved_output, take_over
 from .second_derivatives import AtPlace, SavedOutput, applied, gradients_through, needs_composite
 
 if TYPE_CHECKING:
-    from ..calls.decide import Plan
+    from ..calls.plan import Plan
 
 
 def place_of(x: Tensor) -> Tensor:

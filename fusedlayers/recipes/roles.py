@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from ..activations import DTYPES, resolve
 from ..calls.decide import Call
-from ..calls.plan import execute, followed_by, plan_for
+from ..calls.plan import plan_for
 from ..calls.sizes import is_small
+from ..calls.tracers import followed_by
 from ..calls.validation import PLAIN_TYPES
 from ..kernels.operations import Pointwise
 from .leaves import is_leaf, run_leaf
@@ -67,5 +68,5 @@ def _spelled_activation(region: Region, module: Any, x: Tensor) -> Tensor | None
     from ..activations.custom import without_logging
 
     with without_logging():  # a module that is no activation is not worth a word
-        plan, call = plan_for(Call(_ALONE, x, None, None, None, resolve(twin(module))))
-    return execute(plan, call) if plan.path != "composite" and call.activation.is_folded else None
+        plan, call = plan_for(Call(_ALONE, (x, None, None, None), resolve(twin(module))))
+    return plan.run(call) if plan.path != "composite" and call.activation.is_folded else None

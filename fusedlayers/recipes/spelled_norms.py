@@ -24,8 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from .._torch import autocast_is_active
 from ..calls import sizes
-from ..calls.plan import followed_by
-from ..calls.validation import is_autocast, unusual_because
+from ..calls.casts import is_autocast
+from ..calls.tracers import followed_by
+from ..calls.validation import unusual_because
 from ..kernels import choose
 from ..kernels.interface import RmsNormOptions
 from ..ops.replayed_nodes import RmsNorm

@@ -33,7 +33,7 @@ from .._torch import (
     tree_leaves,
     tree_unflatten,
 )
-from ..calls.plan import followed_by
+from ..calls.tracers import followed_by
 from ..utils.module_state import modules_in
 from .snapshot import Snapshot
 

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ..activations import Activation, resolve
 from ..activations.free_variables import find_variables
-from ..calls.plan import with_operands
 from ..calls.sizes import SMALL_BYTES
+from ..calls.tracers import with_operands
 from ..functional import bias_act
 from ..memory import saved_bytes
 from ..nn.layer import WithActivation
