@@ -1,0 +1,127 @@
+"""A training with ``fuse``: what every callback does when it begins, at its first step, and when it ends.
+
+``fit``, and the report of ``fuse``, need a batch. The arguments of the model at the first training step are one, so
+that no batch is taken from the trainer's data, and that its autocast and casts hold. A pre-hook on each module finds
+them, because a training step may call a part of the model; all are removed at that call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..recipes.fuse import fuse, unfuse
+from ..recompute.budget import budget_from
+from ..recompute.fit import fit
+from ..utils.example import check_flag
+
+
+class FusedTraining:
+    """The options of a callback, and the hooks that wait for the first step.
+
+    Args:
+        exact: as for ``fuse``.
+        report: whether the first step prints the report of ``fuse``, or of ``fit`` where there is a budget.
+        fit_budget: the first step fits the model to this budget: bytes or a size such as "8GiB"
+            (``memory_budget_bytes`` of ``fit``), or a float such as 0.3 (``fraction``).
+
+    Raises:
+        TypeError: ``exact`` or ``report`` is neither True nor False.
+        ValueError: ``fit_budget`` is no budget.
+    """
+
+    def __init__(self, *, exact: bool = True, report: bool = False, fit_budget: float | str | None = None) -> None:
+        check_flag("FuseCallback", "exact", exact)
+        check_flag("FuseCallback", "report", report)
+        if isinstance(fit_budget, float) and not 0 < fit_budget <= 1:
+            raise ValueError(
+                f'FuseCallback: fit_budget must be bytes, a size such as "8GiB", or a fraction above 0.0 and at most '
+                f"1.0, got {fit_budget!r}"
+            )
+        if fit_budget is not None and not isinstance(fit_budget, float):
+            budget_from("FuseCallback: fit_budget", fit_budget)
+        self.exact, self.report, self.fit_budget = exact, report, fit_budget
+        self._hooks: list[Any] = []
+        self._prints = True
+
+    def begin(self, model: Any, run: object, *, is_first_process: bool = True) -> None:
+        """Fuse the model. ``run`` is an object that belongs to one training.
+
+        Raises:
+            TypeError: as for ``fuse``.
+            ValueError: there is no model; another callback has fused it for this run; several processes and a report
+                or a budget.
+        """
+        if model is None:
+            raise ValueError(
+                "FuseCallback: the trainer has no model (got None); pass a model to the trainer, or call "
+                "fusedlayers.fuse(model) instead of this callback"
+            )
+        if "_fused_training" in vars(run):
+            raise ValueError("FuseCallback: got two of them in one trainer; pass one, with the options of both")
+        needs_a_step = self.report or self.fit_budget is not None
+        processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        if needs_a_step and processes > 1:
+            raise ValueError(
+                f"FuseCallback: report and fit_budget run a model that is not split, got {processes} processes; call "
+                "fusedlayers.fit(model, inputs, ...) before the trainer, instead of this callback"
+            )
+        fuse(model, exact=self.exact)
+        vars(run)["_fused_training"] = self
+        self._remove_hooks()
+        self._prints = is_first_process
+        if needs_a_step:
+            modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
+            trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
+
+            def at_first_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                found = {parameter for parameter in module.parameters() if parameter.requires_grad}
+                if torch.is_grad_enabled() and module.training and found:
+                    self._remove_hooks()
+                    self._measure(module, args, kwargs, len(found), len(trained))
+
+            self._hooks += [module.register_forward_pre_hook(at_first_step, with_kwargs=True) for module in modules]
+
+    def end(self, model: nn.Module) -> None:
+        """Undo it, and warn where no step was there to measure."""
+        if self._hooks:
+            warnings.warn(
+                "FuseCallback: no training step has called the model, so that there is no report and no fit; call "
+                "fusedlayers.fit(model, inputs, ...) before the trainer, instead of this callback",
+                stacklevel=2,
+            )
+        self.undo(model)
+
+    def undo(self, model: nn.Module) -> None:
+        """Let the model be what it was."""
+        self._remove_hooks()
+        unfuse(model)
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks.pop().remove()
+
+    def _measure(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trained_here: int, trained: int
+    ) -> None:
+        if trained_here < trained:
+            raise ValueError(
+                f"FuseCallback: report and fit_budget need one module that does all that is trained; the training step "
+                f"calls {type(module).__name__} first, which has {trained_here} of {trained} trained parameters; call "
+                "it within the forward of one module, or leave these options out"
+            )
+        names = list(inspect.signature(module.forward).parameters)
+        inputs = {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
+        if self.fit_budget is None:
+            report: object = fuse(module, inputs, exact=self.exact)
+        elif isinstance(self.fit_budget, float):
+            report = fit(module, inputs, fraction=self.fit_budget)
+        else:
+            report = fit(module, inputs, memory_budget_bytes=self.fit_budget)
+        if self.report and self._prints:
+            print(report)

@@ -1,0 +1,41 @@
+"""``FuseCallback`` for the ``Trainer`` of Lightning, under both of its names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError:
+    from pytorch_lightning import Callback
+
+from .fused_training import FusedTraining
+
+
+class FuseCallback(Callback):
+    """Fuses the module while it is fitted: ``Trainer(..., callbacks=[FuseCallback()]).fit(module)``.
+
+    ``on_fit_start`` comes after the strategy has wrapped the module. ``on_fit_end`` undoes it, and so does an error.
+
+    Args:
+        options: ``exact=True``, ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
+
+    Raises:
+        TypeError: an unknown option, or one of the wrong type; when the training begins: a compiled module.
+        ValueError: ``fit_budget`` is no budget; when the training begins: two callbacks; at the first step: a budget
+            that no plan meets, or a module that has not all trained parameters.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._training = FusedTraining(**options)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self._training.begin(pl_module, trainer.fit_loop, is_first_process=trainer.is_global_zero)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        vars(trainer.fit_loop).pop("_fused_training", None)
+        self._training.end(pl_module)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if vars(trainer.fit_loop).pop("_fused_training", None) is not None:
+            self._training.undo(pl_module)

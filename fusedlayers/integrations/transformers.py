@@ -1,0 +1,35 @@
+"""``FuseCallback`` for transformers' ``Trainer`` and its subclasses, which TRL and sentence-transformers have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from .fused_training import FusedTraining
+
+
+class FuseCallback(TrainerCallback):
+    """Fuses the model while it is trained: ``Trainer(model, ..., callbacks=[FuseCallback()])``.
+
+    The model is fused after the trainer has wrapped it, and switched its checkpoints on. Losses and checkpoints are
+    those of the plain model. ``on_train_end`` undoes it. After an error in the training the model stays fused, until
+    ``fusedlayers.unfuse(model)`` or the next training.
+
+    Args:
+        options: ``exact=True``, ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
+
+    Raises:
+        TypeError: an unknown option, or one of the wrong type; when the training begins: a compiled model.
+        ValueError: ``fit_budget`` is no budget; when the training begins: no model, two callbacks; at the first step:
+            a budget that no plan meets.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._training = FusedTraining(**options)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        self._training.begin(model, state, is_first_process=state.is_world_process_zero)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        self._training.end(model)
