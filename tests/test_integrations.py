@@ -519,6 +519,18 @@ def test_a_compiled_or_scripted_model() -> None:
         FusedTraining().begin(torch.jit.script(nn.Linear(2, 2)), Run())
 
 
+def test_a_trainer_that_compiles(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"FuseCallback: got torch_compile=True, and torch\.compile decides"):
+        trained(seeded(llama), tmp_path, [callback()], torch_compile=True, torch_compile_backend="eager")
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning
+def test_a_compiled_module_of_lightning() -> None:
+    module = torch.compile(lit("lightning.pytorch"), backend="eager")
+    with pytest.raises(TypeError, match=r"FuseCallback: fit got a compiled module, and torch\.compile decides"):
+        fitted(module, "lightning.pytorch", [lightning_callback()])
+
+
 def test_a_budget_that_no_plan_meets(tmp_path: Path) -> None:
     model = seeded(llama)
     with pytest.raises(ValueError, match=r"fit: memory_budget_bytes=1000 .* cannot be met: .* ask for that, or pass a"):
@@ -530,7 +542,7 @@ def test_a_model_that_no_step_calls() -> None:
     training.begin(net, run)
     with torch.no_grad():
         net(torch.randn(2, 32))  # no training step
-    with pytest.warns(UserWarning, match="FuseCallback: no training step has called the model, so that there is no"):
+    with pytest.warns(UserWarning, match="FuseCallback: no training step has called the model, other than"):
         training.end(net)
     assert patches_of(net) == [] and not any(module._forward_pre_hooks for module in net.modules())
 

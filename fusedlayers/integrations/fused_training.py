@@ -80,6 +80,8 @@ class FusedTraining:
             trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
 
             def at_first_step(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if torch.compiler.is_compiling():
+                    return
                 found = {parameter for parameter in module.parameters() if parameter.requires_grad}
                 if torch.is_grad_enabled() and module.training and found:
                     self._remove_hooks()
@@ -91,8 +93,8 @@ class FusedTraining:
         """Undo it, and warn where no step was there to measure."""
         if self._hooks:
             warnings.warn(
-                "FuseCallback: no training step has called the model, so that there is no report and no fit; call "
-                "fusedlayers.fit(model, inputs, ...) before the trainer, instead of this callback",
+                "FuseCallback: no training step has called the model, other than compiled, and there is no report or "
+                "fit; call fusedlayers.fit(model, inputs, ...) before the trainer, instead of this callback",
                 stacklevel=2,
             )
         self.undo(model)

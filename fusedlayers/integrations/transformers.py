@@ -21,14 +21,19 @@ class FuseCallback(TrainerCallback):
 
     Raises:
         TypeError: an unknown option, or one of the wrong type; when the training begins: a compiled model.
-        ValueError: ``fit_budget`` is no budget; when the training begins: no model, two callbacks; at the first step:
-            a budget that no plan meets.
+        ValueError: ``fit_budget`` is no budget; when the training begins: no model, two callbacks, a trainer that
+            compiles the model; at the first step: a budget that no plan meets.
     """
 
     def __init__(self, **options: Any) -> None:
         self._training = FusedTraining(**options)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
+        if args.torch_compile:
+            raise ValueError(
+                "FuseCallback: got torch_compile=True, and torch.compile decides itself what to save; pass "
+                "torch_compile=False, or leave out this callback"
+            )
         self._training.begin(model, state, is_first_process=state.is_world_process_zero)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
