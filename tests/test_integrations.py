@@ -8,7 +8,7 @@ import logging
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,13 @@ STEPS, ROWS, LENGTH = 20, 4, 24
 @pytest.fixture(autouse=True)
 def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+
+
+@pytest.fixture(autouse=True)
+def each_trainer_has_an_accelerator_of_its_own() -> Iterator[None]:
+    yield
+    if "accelerate" in sys.modules:
+        sys.modules["accelerate"].state.AcceleratorState._reset_state(True)
 
 
 class Block(nn.Module):
@@ -502,6 +509,7 @@ def test_two_callbacks(tmp_path: Path) -> None:
             ValueError, match="FuseCallback: got two of them in one trainer; pass one, with the options"
         ):
             trained(model, tmp_path, callbacks)
+        assert patches_of(model) == []
 
 
 @pytest.mark.filterwarnings("ignore")  # of Lightning
@@ -535,6 +543,7 @@ def test_a_budget_that_no_plan_meets(tmp_path: Path) -> None:
     model = seeded(llama)
     with pytest.raises(ValueError, match=r"fit: memory_budget_bytes=1000 .* cannot be met: .* ask for that, or pass a"):
         trained(model, tmp_path, [callback(fit_budget=1000)])
+    assert patches_of(model) == [] and not any(module._forward_pre_hooks for module in model.modules())
 
 
 def test_a_model_that_no_step_calls() -> None:

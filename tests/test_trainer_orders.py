@@ -82,6 +82,7 @@ def test_diffusers_scripts(when: str, has_adapter: bool) -> None:
         model.train()
         if is_fused and when == "before prepare":
             fl.fuse(model)
+        accelerate.state.AcceleratorState._reset_state(True)
         try:
             accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
             prepared = accelerator.prepare(model)

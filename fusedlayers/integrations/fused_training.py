@@ -47,10 +47,10 @@ class FusedTraining:
             budget_from("FuseCallback: fit_budget", fit_budget)
         self.exact, self.report, self.fit_budget = exact, report, fit_budget
         self._hooks: list[Any] = []
-        self._prints = True
 
-    def begin(self, model: Any, run: object, *, is_first_process: bool = True) -> None:
-        """Fuse the model. ``run`` is an object that belongs to one training.
+    def begin(self, model: Any, run: object) -> None:
+        """Fuse the model. ``run`` is an object that belongs to one training. Where it raises, now or at the first step,
+        the model is what it was.
 
         Raises:
             TypeError: as for ``fuse``.
@@ -63,6 +63,7 @@ class FusedTraining:
                 "fusedlayers.fuse(model) instead of this callback"
             )
         if "_fused_training" in vars(run):
+            unfuse(model)
             raise ValueError("FuseCallback: got two of them in one trainer; pass one, with the options of both")
         needs_a_step = self.report or self.fit_budget is not None
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -74,7 +75,6 @@ class FusedTraining:
         fuse(model, exact=self.exact)
         vars(run)["_fused_training"] = self
         self._remove_hooks()
-        self._prints = is_first_process
         if needs_a_step:
             modules = [module for module in model.modules() if not isinstance(module, torch.jit.ScriptModule)]
             trained = {parameter for parameter in model.parameters() if parameter.requires_grad}
@@ -85,7 +85,11 @@ class FusedTraining:
                 found = {parameter for parameter in module.parameters() if parameter.requires_grad}
                 if torch.is_grad_enabled() and module.training and found:
                     self._remove_hooks()
-                    self._measure(module, args, kwargs, len(found), len(trained))
+                    try:
+                        self._measure(module, args, kwargs, len(found), len(trained))
+                    except BaseException:
+                        self.undo(model)
+                        raise
 
             self._hooks += [module.register_forward_pre_hook(at_first_step, with_kwargs=True) for module in modules]
 
@@ -125,5 +129,5 @@ class FusedTraining:
             report = fit(module, inputs, fraction=self.fit_budget)
         else:
             report = fit(module, inputs, memory_budget_bytes=self.fit_budget)
-        if self.report and self._prints:
+        if self.report:
             print(report)

@@ -30,12 +30,12 @@ class FuseCallback(Callback):
         self._training = FusedTraining(**options)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        if getattr(pl_module, "_compiler_ctx", None) is not None:  # Lightning took it out of torch.compile's module
+        if vars(pl_module).get("_compiler_ctx") is not None:  # Lightning took it out of torch.compile's module
             raise TypeError(
                 "FuseCallback: fit got a compiled module, and torch.compile decides itself what to save; pass the "
                 "module as it is, or leave out this callback"
             )
-        self._training.begin(pl_module, trainer.fit_loop, is_first_process=trainer.is_global_zero)
+        self._training.begin(pl_module, trainer.fit_loop)
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         vars(trainer.fit_loop).pop("_fused_training", None)

@@ -34,7 +34,7 @@ class FuseCallback(TrainerCallback):
                 "FuseCallback: got torch_compile=True, and torch.compile decides itself what to save; pass "
                 "torch_compile=False, or leave out this callback"
             )
-        self._training.begin(model, state, is_first_process=state.is_world_process_zero)
+        self._training.begin(model, state)
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         self._training.end(model)
