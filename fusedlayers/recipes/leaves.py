@@ -21,11 +21,12 @@ import ctypes
 import functools
 import itertools
 import math
+import threading
 import weakref
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from types import CodeType, MethodType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,8 +61,13 @@ _RESULT = -1
 _HEAVY = ("MmBackward", "MvBackward", "AddmmBackward", "Bmm", "Convolution", "Attention", "Rnn", "Cpp", ":", "Compiled")
 #: What arguments beside tensors may be: what cannot change.
 _ARGUMENTS = type(None), bool, int, float, str, torch.dtype, torch.device
-#: What most attributes of a module are: a look at the type takes a third of ``isinstance``.
-_NO_TENSORS = frozenset({*_ARGUMENTS, dict, set, list, OrderedDict})
+#: What attributes of a leaf may be, beside tensors and tuples of these: what cannot change in itself.
+_CONSTANTS = frozenset({*_ARGUMENTS, FunctionType, BuiltinFunctionType, functools.partial, type})
+#: The attributes that every module has, and those of a patch.
+_OF_MODULES = frozenset({*vars(nn.Module()), "forward", "__prepare_scriptable__"})
+_HOOKS: dict[str, Any] = {name: {} for name in _OF_MODULES if name.endswith("hooks")}
+#: What is in a name of what draws random numbers, from a generator that may be anybody's.
+_RANDOM = ("rand", "rng", "generator")
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -79,7 +85,11 @@ def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> 
     given = [*run.args, *run.keywords.values()]
     tensors = [value for value in given if isinstance(value, Tensor)]
     is_large = bool(tensors) and region.log is None and region.can_replay(tensors[0])
-    if not is_large or not all(type(v) in PLAIN_TYPES or isinstance(v, _ARGUMENTS) for v in given):
+    if (
+        not is_large
+        or module in _changing
+        or not all(type(v) in PLAIN_TYPES or isinstance(v, _ARGUMENTS) for v in given)
+    ):
         return run()
     call = Call.of(module, run, tensors)
     if call is None:
@@ -91,9 +101,11 @@ def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> 
         y = run()
     finally:
         region.log = None
-    if type(y) in PLAIN_TYPES and y.grad_fn is not None and call.is_unchanged(tensors):
+    if not call.has_left_attributes(module):
+        _changing.add(module)
+    elif type(y) in PLAIN_TYPES and y.grad_fn is not None and call.is_unchanged(tensors):
         whole = y if y._base is None else y._base
-        if _random_state(tensors[0]) == state and not _is_heavy(call.function.__code__, whole.grad_fn, began):
+        if _random_state(tensors[0]) == state and not _is_heavy(call, tensors, whole.grad_fn, began):
             _replace(region, call, tensors, whole, log)
     return y
 
@@ -101,6 +113,7 @@ def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> 
 def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tensor, log: Log) -> None:
     """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes."""
     held, own = {*map(_storage, (*tensors, *call.tensors))}, _storage(whole)
+    held |= {_storage(tensor) for _, tensor in log if not region.can_replay(tensor)}  # they stay, and hold all of it
     replaced = [
         (number, value, tensor)
         for number, (value, tensor) in enumerate(log)
@@ -111,12 +124,15 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
     packed = {id(tensor): value for value, tensor in log}
     arguments: Any = [region.value_of(t) if gained else packed.get(id(t)) or region.known(t) for t in tensors]
     frame = None
-    if gained > sum(value.nbytes for value in _stored_in(arguments) if not value.readers):
-        frame = Frame(call, arguments, region)
+    # Of a slice all of its storage stays.
+    views = {_storage(t): t.untyped_storage().nbytes() - t.nbytes for t in tensors if t.grad_fn is None}
+    if gained > sum(value.nbytes for value in _stored_in(arguments) if not value.readers) + sum(views.values()):
+        frame = Frame(call, arguments, region, log)
         for number, value, tensor in replaced:
             stored: Any = value.operands[0] if isinstance(value, View) else value
             if not stored.operands:  # several nodes may have saved it
                 stored.become(Part(frame, number, tensor if stored is value else tensor._base, "saved in it"))
+                frame.wholes |= {number} if stored is not value else set()
     if whole.output_nr == 0 and own not in held and None not in arguments:
         found = None if frame is None else weakref.ref(frame)
         node: Any = whole.grad_fn
@@ -151,11 +167,12 @@ class Call:
         own: dict[str, Any] = {**vars(module), "_parameters": {**module._parameters}, "_buffers": {**module._buffers}}
         own.pop("forward", None)
         self.function = function
-        # The module as it is now, which the second run reads and writes to.
+        # The module as it is now, without its hooks, which may hold what it has made.
         self._module: Any = object.__new__(type(module))
-        self._module.__dict__ = own
+        self._module.__dict__ = {**own, **_HOOKS}
+        self._own = own
         held = (*own["_parameters"].values(), *own["_buffers"].values(), *own.values())
-        self.tensors = [t for t in held if type(t) not in _NO_TENSORS and isinstance(t, Tensor)]
+        self.tensors = [t for t in held if type(t) not in _CONSTANTS and isinstance(t, Tensor)]
         self._versions = [t._version for t in (*self.tensors, *tensors)]
         self._args = [None if isinstance(value, Tensor) else value for value in run.args]
         self._kwargs = {name: None if isinstance(v, Tensor) else v for name, v in run.keywords.items()}
@@ -169,13 +186,29 @@ class Call:
 
     @classmethod
     def of(cls, module: nn.Module, run: functools.partial[Any], tensors: Sequence[Tensor]) -> Call | None:
-        """The call, or None where another object's function is the forward pass, or multiplies matrices, or where its
-        parameters may not be there in backward."""
+        """The call, or None where another object's function is the forward pass, or multiplies matrices, or where it
+        may read what cannot be told, or what is not there in backward."""
         method = run.func
         if type(method) is not MethodType or method.__self__ is not module or _heavy.get(method.__code__):
             return None
+        own = vars(module).items()
+        if module._modules or not all(name in _OF_MODULES or _is_constant(value) for name, value in own):
+            return None
+        own_tensors = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
+        if not all(_is_simple(t) for t in (*tensors, *own_tensors) if isinstance(t, Tensor)):
+            return None
         call = cls(module, method.__func__, run, tensors)
         return None if any(may_be_freed(t) for t in call.tensors if t.requires_grad) else call
+
+    def has_left_attributes(self, module: nn.Module) -> bool:
+        """Whether the module has the attributes that it had when the call began."""
+        own, now = self._own, vars(module)
+        self._own = {}
+        is_same = len(now) == len(own) + ("forward" in now)
+        for before, after in ((own, now), (own["_parameters"], module._parameters), (own["_buffers"], module._buffers)):
+            same = [name in _OF_MODULES or after.get(name) is value for name, value in before.items()]
+            is_same = is_same and all(same) and (before is own or len(before) == len(after))
+        return is_same
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
         """Whether nothing has written to the tensors of the module, and these, since the call began."""
@@ -205,13 +238,18 @@ class Call:
 
 class Frame(Value):
     """The second run of a leaf's call, for all who read what it makes: the tensors that its nodes save, by their
-    numbers, and its result."""
+    numbers, and its result.
 
-    def __init__(self, call: Call, arguments: Sequence[Value], region: object) -> None:
+    Attributes:
+        wholes: the numbers of views in whose place the whole tensor is handed out.
+    """
+
+    def __init__(self, call: Call, arguments: Sequence[Value], region: object, log: Log = ()) -> None:
         super().__init__(region)
         self.call, self.operands, self.depth = call, arguments, 1 + max([value.depth for value in arguments])
         self.readers_of: Counter[int] = Counter()
-        self._layouts: dict[int, tuple[torch.Size, torch.dtype]] = {}
+        self.wholes: set[int] = set()
+        self._layouts = {number: (tensor.shape, tensor.dtype) for number, (_, tensor) in enumerate(log)}
         self._readers_left: Counter[int] = Counter()
         self._made: dict[int, Tensor] = {}
 
@@ -251,29 +289,38 @@ class Frame(Value):
 
         def pack(tensor: Tensor) -> None:
             number = next(numbers)
+            self._check(number, tensor)
             if number in wanted:
-                found[number] = (tensor if tensor._base is None else tensor._base).detach()
+                base = tensor._base if number in self.wholes else None
+                found[number] = (tensor if base is None else base).detach()
             if number == last:
                 raise _Enough
 
         given = [value.recorded() for value in self.operands]
-        with saved_tensors_hooks(pack, _nothing):
-            try:
+        _running.is_again = True
+        try:
+            with saved_tensors_hooks(pack, _nothing):
                 y = self.call.again(given)
-            except _Enough:
-                pass
-            else:
-                if isinstance(y, Tensor):
-                    found[_RESULT] = (y if y._base is None else y._base).detach()
-        for number in wanted:
-            layout = self._layouts.get(number)
-            made = None if number not in found else (found[number].shape, found[number].dtype)
-            if made is None or (layout is not None and made != layout):
-                raise RuntimeError(
-                    f"{self.call.name}: backward ran this module again, and it computed something else: "
-                    f"{made or 'nothing'} in the place of {layout}. {_ADVICE}"
-                )
+            if isinstance(y, Tensor):
+                found[_RESULT] = (y if y._base is None else y._base).detach()
+                self._check(_RESULT, found[_RESULT])
+        except _Enough:
+            pass
+        finally:
+            _running.is_again = False
+        for number in wanted - found.keys():
+            self._check(number, None)
         return found
+
+    def _check(self, number: int, tensor: Tensor | None) -> None:
+        """Raise an error where the second run makes something else than the first."""
+        expected, made = self._layouts.get(number), None if tensor is None else (tensor.shape, tensor.dtype)
+        is_view = tensor is not None and tensor._base is not None
+        if made != (expected or made) or made is None or (number in self.wholes and not is_view):
+            raise RuntimeError(
+                f"{self.call.name}: backward ran this module again, and it computed something else: "
+                f"{made or 'nothing'} in the place of {expected}. {_ADVICE}"
+            )
 
 
 class Part(Recipe):
@@ -309,8 +356,30 @@ _ADVICE = (
 )
 
 
-class _Enough(Exception):  # noqa: N818  # no error: it ends a run
+class _Enough(BaseException):  # no error, which code may catch: it ends a run
     """All that a backward pass reads is there."""
+
+
+_running = threading.local()
+#: Modules whose forward pass sets attributes: a second run would find others.
+_changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def is_running_again() -> bool:
+    """Whether a leaf is run again in this thread, so that nothing within it may be spared."""
+    return getattr(_running, "is_again", False)
+
+
+def _is_constant(value: Any) -> bool:
+    return (
+        type(value) in _CONSTANTS
+        or isinstance(value, (Tensor, *_ARGUMENTS))
+        or (isinstance(value, tuple) and all(type(item) in _CONSTANTS for item in value))
+    )
+
+
+def _is_simple(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_inference()
 
 
 def _forget(reference: weakref.ref[Frame]) -> None:
@@ -345,29 +414,44 @@ def _nbytes_of(node: Any) -> int:
 
 
 def _random_state(tensor: Tensor) -> bytes | None:
-    """The state of the generator of the tensor's device; another object each time while a CUDA graph captures it."""
-    if tensor.is_cpu:
-        state = torch.default_generator.get_state()
-    elif tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
-        state = torch.cuda.default_generators[tensor.get_device()].get_state()
-    else:
+    """The states of the CPU's generator and of that of the tensor's device; others each time while a CUDA graph
+    captures it."""
+    states = [torch.default_generator.get_state()]
+    if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
+        states.append(torch.cuda.default_generators[tensor.get_device()].get_state())
+    elif not tensor.is_cpu:
         return bytes(tensor.device.type + str(next(_counter)), "ascii")  # equal to no other
-    return ctypes.string_at(state.data_ptr(), state.nbytes)
+    return b"".join([ctypes.string_at(state.data_ptr(), state.nbytes) for state in states])
 
 
 _counter = itertools.count()
-#: By the code of a forward pass, whether it multiplies matrices.
+#: By the code of a forward pass, whether it is left alone: as far as its first call tells.
 _heavy: dict[CodeType, bool] = {}
 
 
-def _is_heavy(code: CodeType, node: Any, began: int) -> bool:
-    """Whether nodes that were made since then, behind this one, multiply matrices, or are another compiler's."""
+def _is_heavy(call: Call, tensors: Sequence[Tensor], node: Any, began: int) -> bool:
+    """Whether a forward pass multiplies matrices, reads tensors with a graph that are neither arguments nor the
+    module's, draws random numbers, or is another compiler's; by its code, and the nodes that were made since then."""
+    code = call.function.__code__
     if code not in _heavy:
-        pending, seen = [node], set[Any]()
+        given = [*tensors, *call.tensors]
+        sources = {t.grad_fn for t in given}
+        pending, seen, is_elsewhere = [node], set[Any](), False
         for node in pending:
-            is_new = node is not None and node not in seen and type(node) is not AccumulateGrad
-            if is_new and number_of(node) >= began:
+            if node is None or node in seen or node in sources:
+                continue
+            if type(node) is AccumulateGrad:
+                is_elsewhere |= not any(node.variable is t for t in given)
+            elif number_of(node) >= began:
                 seen.add(node)
                 pending += [source for source, _ in node.next_functions]
-        _heavy[code] = any(name in node.name() for node in seen for name in _HEAVY)
+            else:
+                is_elsewhere = True
+        scripted = [call.function.__globals__.get(name) for name in code.co_names]
+        _heavy[code] = (
+            is_elsewhere
+            or any(name in node.name() for node in seen for name in _HEAVY)
+            or any(word in name.lower() for name in code.co_names for word in _RANDOM)
+            or any(isinstance(function, torch.jit.ScriptFunction) for function in scripted)
+        )
     return _heavy[code]

@@ -88,8 +88,11 @@ class Region:
         self._versions, self._given, self._kept = {}, (*map(id, given),), None
         if model is not None:
             self._model = weakref.ref(model)
-            found = _PARAMETERS.get(model) or _PARAMETERS.setdefault(model, _parameters_of(model))
-            self._versions = {id(p): p._version for ref in found if (p := ref()) is not None}
+            found = None if self._is_checkpointed else _HOLDERS.get(model)  # both runs of a checkpoint find the same
+            if found is None:
+                found = _HOLDERS[model] = [weakref.ref(module) for module in modules_in(model) if module._parameters]
+            held = [p for ref in found if (module := ref()) is not None for p in module._parameters.values()]
+            self._versions = {id(p): p._version for p in held if p is not None and not p.is_inference()}
 
     @staticmethod
     def can_replay(tensor: Tensor) -> bool:
@@ -169,7 +172,9 @@ class Region:
         whole = tensor if tensor._base is None else tensor._base
         if not self.knows_parameters or tensor.nbytes < masks.LEAST_BYTES or whole.dtype is not tensor.dtype:
             return None
-        if self._kept is None:
+        if whole.storage_offset():
+            return None
+        if self._kept is None or self._is_checkpointed:
             model = None if self._model is None else self._model()
             buffers = [] if model is None else [b for m in modules_in(model) for b in m._buffers.values()]
             self._kept = {*self._given, *map(id, buffers)}
@@ -259,7 +264,7 @@ class Region:
         leaf: Any = maker.variable  # as it was when the region began, and so when the node read it
         version = self._versions.get(id(leaf))
         if version is None and isinstance(leaf, nn.Parameter) and self._model is not None:
-            _PARAMETERS.pop(self._model(), None)  # type: ignore[arg-type]  # it has come since: the next region looks again
+            _HOLDERS.pop(self._model(), None)  # type: ignore[arg-type]  # it has come since: the next region looks again
         is_same = leaf._version == version and number_of(node) >= self._began
         return Stored(leaf, None, self) if is_same and not may_be_freed(leaf) else None
 
@@ -376,14 +381,8 @@ class Region:
         return recipe
 
 
-#: By a model, its parameters, which a walk takes long to find.
-_PARAMETERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[Tensor]]] = weakref.WeakKeyDictionary()
-
-
-def _parameters_of(model: nn.Module) -> list[weakref.ref[Tensor]]:
-    found = [p for module in modules_in(model) for p in module._parameters.values() if p is not None]
-    return [weakref.ref(p) for p in found if not p.is_inference()]
-
+#: By a model, those of its modules that have parameters, which a walk takes long to find.
+_HOLDERS: weakref.WeakKeyDictionary[nn.Module, list[weakref.ref[nn.Module]]] = weakref.WeakKeyDictionary()
 
 #: By a node's name, the name under which it saves its own result.
 _OWN: dict[str, str | None] = {}

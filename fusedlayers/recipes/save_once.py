@@ -27,6 +27,7 @@ from .._torch import (
     warn_if_untested,
 )
 from ..utils.caching import in_clean_state
+from .leaves import is_running_again
 from .recipe import Hooks
 from .region import LEAST_BYTES, Region
 
@@ -81,7 +82,8 @@ def save_once() -> Iterator[None]:
 
 def can_enter() -> bool:
     """Whether anything is saved here, by hooks that may be pushed."""
-    return torch.is_grad_enabled() and saved_tensors_hooks_are_enabled() and not functorch_is_active() and works_here()
+    is_saved = torch.is_grad_enabled() and saved_tensors_hooks_are_enabled() and not functorch_is_active()
+    return is_saved and not is_running_again() and works_here()
 
 
 def current_region() -> Region | None:
