@@ -391,7 +391,7 @@ def test_overhead_compares_what_computes_the_same() -> None:
     assert {case.group for case in cases} == {*overhead.TARGETS, "folded"}
     for case in {case.operation: case for case in cases}.values():
         eager, ours, tensors = overhead.build(case, CPU)
-        counts = {"bias_act": 2, "module": 1, "mlp": 5, "gated_mlp": 7, "fuse": 5}
+        counts = {"bias_act": 2, "module": 1, "mlp": 5, "gated_mlp": 7, "fuse": 5, "layer": 10}
         assert len(tensors) == counts.get(case.operation, 3)
         y = eager()
         hidden = 4 if "mlp" in case.operation else 1  # the hidden layer is as many times wider
