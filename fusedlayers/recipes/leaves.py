@@ -8,11 +8,11 @@ gradients are the same bits. The module's result is a recipe in the same way, wh
 Nothing is decided before it is known: what is saved within the module is looked at when its forward pass ends, and
 becomes a part of the second run where more bytes go than its arguments take.
 
-Cost: the module's operators once more in a backward pass, for all readers together, and about 30 us. The second run
-finds the module's attributes, and autocast, as the first one did. Left alone are modules that draw random numbers,
-write to buffers, parameters or arguments, multiply matrices, or take arguments that may change; and what a CUDA graph
-captures. Limits: one tensor is returned. What a module reads besides (a clock, a global variable) may differ the second
-time: an error where the shapes of what is saved show it.
+Cost: the module's operators once more in a backward pass, for all readers together, and the host's work. The second
+run finds the module's attributes, and autocast, as the first one did. Left alone are modules that draw random numbers,
+set attributes, write to buffers, parameters or arguments, multiply matrices, or have arguments or attributes that may
+change in themselves, as a dict; and what a CUDA graph captures. Limits: one tensor is returned. What a module reads
+besides (a clock, a global variable) may differ the second time: an error where the shapes of what is saved show it.
 """
 
 from __future__ import annotations
