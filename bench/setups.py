@@ -132,7 +132,7 @@ def _process() -> None:
 
 def _ddp(model: Any, of: Model) -> Any:
     _process()
-    return nn.parallel.DistributedDataParallel(model)
+    return nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)  # poolers are not used
 
 
 def _fsdp(model: Any, of: Model) -> Any:
@@ -248,7 +248,8 @@ def line(row: dict[str, Any]) -> Iterator[str]:
     saved, peak = ([variant[key] for variant in found] for key in ("saved_bytes", "peak_bytes"))
     ratio = found[1]["forward_backward"]["ratio"]
     shares = ", ".join(
-        f"{name} {b / a:.2f} of {a / 2**20:.1f} MiB" for name, (a, b) in (("saved", saved), ("peak", peak))
+        f"{name} {b / a:.2f} of {a / 2**20:.1f} MiB" if a else f"{name} nothing"
+        for name, (a, b) in (("saved", saved), ("peak", peak))
     )
     yield f"{row['id']}: {shares}, {ratio:.2f}x"
 

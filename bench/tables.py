@@ -263,7 +263,8 @@ def _setup(row: dict[str, Any]) -> str:
     eager, ours = _variants(row, "eager", "fusedlayers")
     if "saved_bytes" not in ours:
         return str(row.get("unsuited") or ours.get("error") or "-")
-    saved, peak = (f"{ours[key] / eager[key]:.2f}".lstrip("0") for key in ("saved_bytes", "peak_bytes"))
+    keys = "saved_bytes", "peak_bytes"
+    saved, peak = (f"{ours[key] / eager[key]:.2f}".lstrip("0") if eager[key] else "-" for key in keys)
     return f"**{saved}**, {peak}, {_ratio(ours)}"
 
 
