@@ -125,7 +125,7 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
     arguments: Any = [region.value_of(t) if gained else packed.get(id(t)) or region.known(t) for t in tensors]
     frame = None
     # Of a slice all of its storage stays.
-    views = {_storage(t): t.untyped_storage().nbytes() - t.nbytes for t in tensors if t.grad_fn is None}
+    views = {_storage(t): max(0, t.untyped_storage().nbytes() - t.nbytes) for t in tensors if t.grad_fn is None}
     if gained > sum(value.nbytes for value in _stored_in(arguments) if not value.readers) + sum(views.values()):
         frame = Frame(call, arguments, region, log)
         for number, value, tensor in replaced:
@@ -162,17 +162,16 @@ class Call:
     """
 
     def __init__(
-        self, module: nn.Module, function: Any, run: functools.partial[Any], tensors: Sequence[Tensor]
+        self, module: nn.Module, state: dict[str, Any], run: functools.partial[Any], tensors: Sequence[Tensor]
     ) -> None:
-        own: dict[str, Any] = {**vars(module), "_parameters": {**module._parameters}, "_buffers": {**module._buffers}}
+        self.function: Any = run.func.__func__  # type: ignore[attr-defined]  # it is a method of the module
+        own = {**vars(module), "_parameters": {**module._parameters}, "_buffers": {**module._buffers}}
         own.pop("forward", None)
-        self.function = function
         # The module as it is now, without its hooks, which may hold what it has made.
         self._module: Any = object.__new__(type(module))
         self._module.__dict__ = {**own, **_HOOKS}
-        self._own = own
-        held = (*own["_parameters"].values(), *own["_buffers"].values(), *own.values())
-        self.tensors = [t for t in held if type(t) not in _CONSTANTS and isinstance(t, Tensor)]
+        self._state = state
+        self.tensors = _tensors_in(state)
         self._versions = [t._version for t in (*self.tensors, *tensors)]
         self._args = [None if isinstance(value, Tensor) else value for value in run.args]
         self._kwargs = {name: None if isinstance(v, Tensor) else v for name, v in run.keywords.items()}
@@ -191,24 +190,18 @@ class Call:
         method = run.func
         if type(method) is not MethodType or method.__self__ is not module or _heavy.get(method.__code__):
             return None
-        own = vars(module).items()
-        if module._modules or not all(name in _OF_MODULES or _is_constant(value) for name, value in own):
+        state = _state_of(module)
+        if module._modules or not all(map(_is_constant, state.values())):
             return None
-        own_tensors = (*module._parameters.values(), *module._buffers.values(), *vars(module).values())
-        if not all(_is_simple(t) for t in (*tensors, *own_tensors) if isinstance(t, Tensor)):
+        if not all(map(_is_simple, (*tensors, *_tensors_in(state)))):
             return None
-        call = cls(module, method.__func__, run, tensors)
+        call = cls(module, state, run, tensors)
         return None if any(may_be_freed(t) for t in call.tensors if t.requires_grad) else call
 
     def has_left_attributes(self, module: nn.Module) -> bool:
         """Whether the module has the attributes that it had when the call began."""
-        own, now = self._own, vars(module)
-        self._own = {}
-        is_same = len(now) == len(own) + ("forward" in now)
-        for before, after in ((own, now), (own["_parameters"], module._parameters), (own["_buffers"], module._buffers)):
-            same = [name in _OF_MODULES or after.get(name) is value for name, value in before.items()]
-            is_same = is_same and all(same) and (before is own or len(before) == len(after))
-        return is_same
+        now = _state_of(module)
+        return len(now) == len(self._state) and all(now.get(name) is value for name, value in self._state.items())
 
     def is_unchanged(self, tensors: Sequence[Tensor]) -> bool:
         """Whether nothing has written to the tensors of the module, and these, since the call began."""
@@ -368,6 +361,16 @@ _changing: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 def is_running_again() -> bool:
     """Whether a leaf is run again in this thread, so that nothing within it may be spared."""
     return getattr(_running, "is_again", False)
+
+
+def _state_of(module: nn.Module) -> dict[str, Any]:
+    """What a leaf has of its own: attributes, parameters and buffers."""
+    own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    return {**own, **module._parameters, **module._buffers}
+
+
+def _tensors_in(state: dict[str, Any]) -> list[Tensor]:
+    return [value for value in state.values() if type(value) not in _CONSTANTS and isinstance(value, Tensor)]
 
 
 def _is_constant(value: Any) -> bool:
