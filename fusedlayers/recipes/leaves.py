@@ -181,13 +181,15 @@ def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> 
 
 def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tensor, log: Log) -> None:
     """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes."""
-    held, own = {*map(_storage, (*tensors, *call.leaf.tensors))}, _storage(whole)
+    given = *tensors, *call.leaf.tensors
+    held, own, own_ids = {*map(_storage, given)}, _storage(whole), {*map(id, given)}
     found: list[tuple[int, int, Any, Tensor]] = []
     for number, (value, tensor) in enumerate(log):
-        storage = _storage(tensor)
+        if id(tensor) in own_ids:
+            continue
         if not region.can_replay(tensor):
-            held.add(storage)  # it stays, and holds all of it
-        elif storage not in held and _is_stored(value):
+            held.add(_storage(tensor))  # it stays, and holds all of it
+        elif _is_stored(value) and (storage := _storage(tensor)) not in held:
             found.append((storage, number, value, tensor))
     replaced = [each for each in found if each[0] not in held]
     frame, arguments = None, list[Any]()

@@ -60,10 +60,12 @@ class Value:
         version: of the tensor that it stands for, when that was saved.
         cloned: the sequence number of the ``clone`` that made it, or -1.
         operands: the values that it is made of.
+        is_kept: whether it reads its operands once for all readers, and never where there is none.
         unpack: the hook that brings a stored tensor back, perhaps laid out otherwise.
     """
 
     operands: Sequence[Value] = ()
+    is_kept = False
     unpack: Callable[[Any], Tensor] | None = None
     depth = 0
     readers = 0
@@ -80,8 +82,12 @@ class Value:
     def claim(self) -> None:
         """There is one reader more."""
         self.readers += 1
-        for value in self.operands:
-            value.claim()
+        if self.readers == 1 or not self.is_kept:
+            for value in self.operands:
+                if value.operands:
+                    value.claim()
+                else:
+                    value.readers += 1
 
     def get(self) -> Tensor:
         """The tensor, for one reader."""
@@ -202,6 +208,7 @@ class Recipe(Value):
         nbytes: of the tensor that is not saved.
     """
 
+    is_kept = True
     layout: Layout | None = None
     nbytes = 0
 
@@ -212,12 +219,6 @@ class Recipe(Value):
         depth = operands[0].depth if len(operands) == 1 else max([value.depth for value in operands])
         self.depth = depth + (made_by not in VIEWS)
         self._function, self.operands = function, operands
-
-    def claim(self) -> None:
-        if self.readers:
-            self.readers += 1
-        else:  # a recipe that nobody reads reads nothing
-            super().claim()
 
     def _make(self) -> Tensor:
         if torch.is_grad_enabled():  # for gradients of gradients

@@ -127,7 +127,7 @@ class Region:
         """The value that a node keeps in the place of a tensor."""
         if tensor.grad_fn is not None:
             value = self.value_of(tensor)
-        elif may_be_mask(tensor) and (mask := self._mask_of(tensor)) is not None:
+        elif tensor.numel() >= masks.LEAST_BYTES >> 2 and may_be_mask(tensor) and (mask := self._mask_of(tensor)):
             value = mask
         elif self.hooks is None or self._is_checkpointed:  # a parameter, or a node's own
             value = Stored(tensor, self.hooks, self)
@@ -174,7 +174,7 @@ class Region:
     def _mask_of(self, tensor: Tensor) -> Value | None:
         """The bits of a mask, which all who save it share; None where it belongs to the caller or to the model."""
         whole = tensor if tensor._base is None else tensor._base
-        if not self.knows_parameters or tensor.nbytes < masks.LEAST_BYTES or whole.dtype is not tensor.dtype:
+        if not self.knows_parameters or whole.dtype is not tensor.dtype:
             return None
         if whole.storage_offset():
             return None
@@ -267,7 +267,7 @@ class Region:
             return None
         leaf: Any = maker.variable  # as it was when the region began, and so when the node read it
         version = self._versions.get(id(leaf))
-        if version is None and isinstance(leaf, nn.Parameter) and self._model is not None:
+        if version is None and type(leaf) is nn.Parameter and self._model is not None:
             _HOLDERS.pop(self._model(), None)  # type: ignore[arg-type]  # it has come since: the next region looks again
         is_same = leaf._version == version and number_of(node) >= self._began
         return Stored(leaf, None, self) if is_same and not self.may_free(leaf) else None

@@ -89,6 +89,8 @@ class Frame(Value):
         wholes: the numbers of views in whose place the whole tensor is handed out.
     """
 
+    is_kept = True
+
     def __init__(self, call: Call, arguments: Sequence[Value], region: object, log: Log = ()) -> None:
         super().__init__(region)
         self.call, self.operands, self.depth = call, arguments, 1 + max([value.depth for value in arguments])
@@ -97,12 +99,6 @@ class Frame(Value):
         self._layouts = {number: (tensor.shape, tensor.dtype) for number, (_, tensor) in enumerate(log)}
         self._readers_left: Counter[int] = Counter()
         self._made: dict[int, Tensor] = {}
-
-    def claim(self) -> None:
-        self.readers += 1
-        if self.readers == 1:  # one run reads its arguments once
-            for value in self.operands:
-                value.claim()
 
     def expect(self, number: int, tensor: Tensor) -> None:
         """The second run must make a tensor like this one."""
