@@ -268,6 +268,48 @@ def _setup(row: dict[str, Any]) -> str:
     return f"**{saved}**, {peak}, {_ratio(ours)}"
 
 
+#: Rows of the README's table, each of setups that are alike: their label, its test, and the setups.
+WORKS_WITH = (
+    ("float32; bfloat16", "save_once", ("float32", "bfloat16")),
+    ("autocast; with bfloat16 weights", "casts", ("autocast", "autocast, bfloat16 weights")),
+    (
+        "LoRA on q and v; on all projections; last block alone trained",
+        "fuse_training",
+        ("LoRA on q and v, autocast", "LoRA on all, autocast", "last block trained, autocast"),
+    ),
+    (
+        "checkpoints of all blocks; of every second; selective ones",
+        "fuse",
+        ("checkpoints of all blocks", "checkpoints of every second block", "selective checkpoints"),
+    ),
+    ("DDP; FSDP2; EMA copy", "save_once_distributed", ("DDP, autocast", "FSDP2", "EMA copy")),
+    ("`save_on_cpu` (peak)", "save_once", ("save_on_cpu",)),
+)
+
+
+def works_with_table(run: dict[str, Any]) -> str:
+    """The setups in short: saved bytes after ``fuse``, as shares of PyTorch's; peaks where PyTorch saves none."""
+    found = {(row["setup"], row["model"]): _share(row) for row in run["cases"]}
+    models = dict.fromkeys(row["model"] for row in run["cases"])
+    rows = []
+    for label, test, setups in WORKS_WITH:
+        cells = []
+        for model in models:
+            of_model = [found.get((setup, model), "not measured") for setup in setups]
+            reasons_once = [cell for i, cell in enumerate(of_model) if cell[-1].isdigit() or cell not in of_model[:i]]
+            cells.append("; ".join(reasons_once))
+        rows.append([f"[{label}](tests/test_{test}.py)", *cells])
+    return markdown(["Saved bytes, as a share of PyTorch's", *models], rows)
+
+
+def _share(row: dict[str, Any]) -> str:
+    eager, ours = _variants(row, "eager", "fusedlayers")
+    if "saved_bytes" not in ours:
+        return _setup(row)
+    key = "saved_bytes" if eager["saved_bytes"] else "peak_bytes"
+    return f"{ours[key] / eager[key]:.2f}".lstrip("0")
+
+
 #: How a document says what a variant of ``bench peers`` is, and what it keeps of the blocks' hidden tensors.
 PEERS = {
     "eager": ("PyTorch", "inputs and outputs of operations"),
@@ -391,9 +433,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "models": partial(_tables, subject="models", table=models_table),
     "setups": partial(_tables, subject="setups", table=setups_table),
+    "works_with": partial(_tables, subject="setups", table=works_with_table, most=1),
     "saved": partial(_tables, subject="saved", table=saved_table),
     "overhead": partial(_tables, subject="overhead", table=small_calls_table),
     "overview": overview_table,
     "peers": partial(_tables, subject="peers", table=peers_table),
-    "peers_first": partial(_tables, subject="peers", table=peers_table, most=1),
 }
