@@ -322,11 +322,11 @@ def test_each_way_to_call_a_leaf_is_looked_at(x: Tensor) -> None:
             y = y + self.leaf(h, None, 0.5) + self.leaf(h, None, 0.0)
             return self.last(y)  # type: ignore[no-any-return]
 
-    model = Twice()
-    fl.fuse(model)
-    for p in (0.0, 0.5, 0.0):
-        model.leaf.p = p
-        assert same(model, x) and same(model, x)
+    for model, leaf in ((twice := Twice(), twice.leaf), (between_layers(leaf := Drawing()), leaf)):
+        fl.fuse(model)
+        for p in (0.0, 0.5, 0.0):
+            leaf.p = p
+            assert same(model, x) and same(model, x)
 
 
 def test_modules_that_multiply_matrices_run_once(x: Tensor) -> None:
