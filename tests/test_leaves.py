@@ -322,7 +322,8 @@ def test_each_way_to_call_a_leaf_is_looked_at(x: Tensor) -> None:
             y = y + self.leaf(h, None, 0.5) + self.leaf(h, None, 0.0)
             return self.last(y)  # type: ignore[no-any-return]
 
-    for model, leaf in ((twice := Twice(), twice.leaf), (between_layers(leaf := Drawing()), leaf)):
+    twice, once = Twice(), between_layers(Drawing())
+    for model, leaf in ((twice, twice.leaf), (once, once[1])):
         fl.fuse(model)
         for p in (0.0, 0.5, 0.0):
             leaf.p = p
