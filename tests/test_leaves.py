@@ -308,8 +308,8 @@ def _noisy(x: Tensor, p: float) -> Tensor:
     return x + p * torch.rand_like(x) if p else x
 
 
-def test_each_way_to_call_a_leaf_is_looked_at(x: Tensor) -> None:
-    """Where a call finds another attribute, or has other arguments, than the calls before it."""
+def test_each_way_to_call_a_leaf_is_looked_at(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    """Where a call finds another attribute or code, or has other arguments, than the calls before it."""
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -328,6 +328,8 @@ def test_each_way_to_call_a_leaf_is_looked_at(x: Tensor) -> None:
         for p in (0.0, 0.5, 0.0):
             leaf.p = p
             assert same(model, x) and same(model, x)
+    monkeypatch.setattr(Drawing, "forward", lambda self, x: _noisy(x.sin() * x.exp(), 0.5))
+    assert same(once, x)
 
 
 def test_modules_that_multiply_matrices_run_once(x: Tensor) -> None:
