@@ -149,7 +149,7 @@ def _state_of(module: nn.Module, run: functools.partial[Any]) -> list[Any]:
         *module._buffers.values(),
     )
     given = [0 if isinstance(value, Tensor) else id(value) for value in (*run.args, *run.keywords.values())]
-    return [*map(id, held), *given, *run.keywords]
+    return [id(getattr(run.func, "__func__", None)), *map(id, held), *given, *run.keywords]
 
 
 def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> Any:
