@@ -34,9 +34,9 @@ NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 1000}
 SMALL_BERT = {**SMALL, "intermediate_size": 1024}
 SMALL_LLAMA = {**SMALL, "intermediate_size": 704, "use_cache": False}
+GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SMALL_GPT2 = {
-    "n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2,
-    "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    "n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2, **GPT2
 }  # fmt: skip
 SMALL_T5 = {
     "d_model": 256, "d_ff": 512, "d_kv": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 1000,
@@ -45,6 +45,14 @@ SMALL_T5 = {
 MISTRAL = {
     "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "vocab_size": 1000, "use_cache": False,
+}  # fmt: skip
+T5 = {
+    "d_model": 768, "d_ff": 2048, "num_layers": 2, "num_heads": 12, "feed_forward_proj": "gated-gelu",
+    "dropout_rate": 0.0,
+}  # fmt: skip
+GEMMA = {
+    "hidden_size": 1152, "intermediate_size": 6912, "num_attention_heads": 4, "num_key_value_heads": 1,
+    "head_dim": 256, "num_hidden_layers": 2, "vocab_size": 1000, "use_cache": False,
 }  # fmt: skip
 EFFICIENTNET = {"width_coefficient": 1.0, "depth_coefficient": 1.0, "hidden_dim": 1280}
 
