@@ -6,7 +6,7 @@ from ...activations import Activation
 from .. import reference
 from ..reference import ADDS_BIAS, CHUNK_BYTES, computes, rms_norm, rms_norm_gradient
 from . import build
-from .cpu_elementwise import (
+from .elementwise import (
     bias_act,
     gate,
     gate_gradient,

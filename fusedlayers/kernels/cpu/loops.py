@@ -1,6 +1,6 @@
 """Calls of ``loops.c``: its structures, tensors as matrices, and tables of cubics.
 
-A ``Kernel`` is made once for an activation, a dtype and a direction (``cpu_elementwise.py``); a call then passes
+A ``Kernel`` is made once for an activation, a dtype and a direction (``elementwise.py``); a call then passes
 addresses.
 """
 

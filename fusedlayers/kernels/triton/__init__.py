@@ -4,9 +4,9 @@ import torch
 
 from ...activations import Activation
 from .codegen import computes
+from .elementwise import bias_act, gradient, inverse
+from .gates import gate, gate_gradient
 from .launch import missing_because
-from .triton_elementwise import bias_act, gradient, inverse
-from .triton_gates import gate, gate_gradient
 from .triton_rms_norm import rms_norm, rms_norm_gradient
 
 __all__ = [
