@@ -7,6 +7,8 @@ For a model that you have: ``fuse(model, inputs)``, ``fit(model, inputs, memory_
 from typing import TYPE_CHECKING, Any
 
 from .activations import activation, activations
+from .fit.fit import fit
+from .fit.fit_compiled import fit_compiled
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .invertible.activation import InvertibleActivation
 from .invertible.coupling import AdditiveCoupling, AffineCoupling
@@ -67,8 +69,6 @@ from .nn.layer import CONV_TYPES, LINEAR_TYPES, FusedConvAct1d, FusedConvAct2d, 
 from .nn.mlp import FusedGatedMLP, FusedMLP
 from .recipes.fuse import fuse, unfuse
 from .recipes.save_once import save_once
-from .recompute.fit import fit
-from .recompute.fit_compiled import fit_compiled
 from .recompute.recompute import sublinear
 from .recompute.sublinear import SublinearSequential
 from .reports.explanation import explain

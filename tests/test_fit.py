@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from bench import fit as bench
 from bench.__main__ import main as bench_main
+from fusedlayers.fit.blocks import Block, Blocks, Cost, Plans
+from fusedlayers.fit.budget import Measurement, Training
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.recipes.patch import patch_of
-from fusedlayers.recompute.blocks import Block, Blocks, Cost, Plans
-from fusedlayers.recompute.budget import Measurement, Training
-from fusedlayers.reports import step
-from fusedlayers.reports.step import Step
+from fusedlayers.utils import step
+from fusedlayers.utils.step import Step
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from .._torch import tree_leaves
 from ..recipes.fuse import fuse, unfuse
 from ..recipes.patch import patch_of, patches_of
-from ..reports.step import Step, now
+from ..utils.step import Step, now
 from .budget import Measurement, Of, Training, everyone
 
 #: Inner blocks take the place of an outer one if they compute this part of its results: 92 to 94 % in a stage of

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from ..recipes.fuse import unfuse
 from ..recipes.patch import patches_of
-from ..reports.step import Step, telling
 from ..utils.example import arguments_from, check_flag, check_uncompiled, eagerly
 from ..utils.formatting import budget_text, counted_lines, path_text, size_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked, within
 from ..utils.report import Report
+from ..utils.step import Step, telling
 from ..utils.storages import tensors_in
 from .blocks import Block, Blocks, measured
 from .budget import COUNTED, Measurement, Of, Training, everyone

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import inductor, is_compiled
-from ..reports.step import Step
 from ..utils.example import arguments_from
 from ..utils.formatting import size_text
 from ..utils.module_state import unchanged
 from ..utils.progress import OnStage, asked
 from ..utils.report import Report
+from ..utils.step import Step
 from ..utils.storages import tensors_in
 from .budget import COUNTED, Measurement, Of, Training
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..fit.fit import fit
 from ..recipes.fuse import fuse, unfuse
-from ..recompute.budget import budget_from
-from ..recompute.fit import fit
+from ..recompute.segments import budget_from
 from ..utils.example import check_flag
 
 

@@ -20,7 +20,8 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ..utils.formatting import size_text
+from ..calls.validation import is_whole
+from ..utils.formatting import size_from, size_text
 from .child_costs import ChildCosts
 from .recompute import Recompute
 
@@ -65,6 +66,25 @@ class Plan:
             f"the forward pass, at most {size_text(self.peak_bytes)} held in the backward pass, "
             f"{size_text(self.eager_bytes)} without recomputation"
         )
+
+
+def budget_from(function: str, memory_budget_bytes: object) -> int:
+    """The bytes that a number, or a size such as "8GiB", says.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(memory_budget_bytes, str):
+        try:
+            return size_from(memory_budget_bytes)
+        except ValueError as error:
+            raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
+    if not is_whole(memory_budget_bytes) or memory_budget_bytes < 0:
+        raise ValueError(
+            f'{function}: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got '
+            f"{memory_budget_bytes!r}"
+        )
+    return int(memory_budget_bytes)
 
 
 def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes: Sequence[Recompute]) -> Plan:

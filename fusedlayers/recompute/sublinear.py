@@ -26,10 +26,9 @@ from .._torch import tree_leaves, tree_map_only
 from ..calls.validation import is_whole
 from ..utils.module_state import modules_in
 from ..utils.storages import tensors_in
-from .budget import budget_from
 from .child_costs import ChildCosts, measure
 from .recompute import Recompute, can_recompute, check_recompute, recomputed
-from .segments import Plan, Segment, balanced_lengths, plan_of, plan_within_budget, segments_of_lengths
+from .segments import Plan, Segment, balanced_lengths, budget_from, plan_of, plan_within_budget, segments_of_lengths
 
 
 class SublinearSequential(nn.Sequential):

@@ -21,11 +21,11 @@ from ..utils.autograd_graph import hides_what_it_saves, nodes_of
 from ..utils.example import arguments_from, check_instance
 from ..utils.formatting import counted_lines, path_text, shortened, size_text, unit_for
 from ..utils.module_state import isolated_gradients, unchanged
+from ..utils.module_tracker import ModuleTracker
 from ..utils.report import FONT, HERE, INK, DrawnReport, NothingToDrawError, new_figure, style
+from ..utils.step import Step, tensors_of
 from ..utils.storages import sizes_of
-from .module_tracker import ModuleTracker
 from .saved_rows import Row, entries_of, rows_of, savers_of
-from .step import Step, tensors_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

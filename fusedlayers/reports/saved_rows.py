@@ -15,8 +15,8 @@ from .._torch import FORWARD_CLASS, storage_id, tree_leaves
 from ..activations import Activation
 from ..utils.autograd_graph import checkpoints_of, saved_by
 from ..utils.formatting import path_text, pattern_of
+from ..utils.module_tracker import ModuleTracker
 from ..utils.storages import strided_parts
-from .module_tracker import ModuleTracker
 
 #: The dtypes of scalars in which autograd saves Python's numbers. These are not listed.
 NUMBERS = (torch.float64, torch.int64, torch.complex128, torch.bool)

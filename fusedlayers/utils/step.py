@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..utils.autograd_graph import leaves_of, nodes_of
-from ..utils.example import does_not_run
-from ..utils.formatting import first_line
-from ..utils.module_state import isolated_gradients
-from ..utils.progress import OnStage
-from ..utils.storages import tensors_in, trained_in
+from .autograd_graph import leaves_of, nodes_of
+from .example import does_not_run
+from .formatting import first_line
+from .module_state import isolated_gradients
+from .progress import OnStage
+from .storages import tensors_in, trained_in
 
 #: Each time is of so many steps, after one that is not timed. The variants take turns, so that a busy machine slows all
 #: of them.
