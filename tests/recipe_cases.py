@@ -247,19 +247,15 @@ Context = Callable[[nn.Module, Tensor, Enter], list[Tensor]]
 @contextmanager
 def recipes(model: nn.Module) -> Iterator[None]:
     """Fuses what is entered, once, and runs it within ``save_once``; it stays fused during backward."""
-    with fused(exact=True)(model), fl.save_once():
+    with fused(model), fl.save_once():
         yield
 
 
-def fused(exact: bool) -> Enter:
+def fused(model: nn.Module) -> AbstractContextManager[Any]:
     """Fuses what is entered, once."""
-
-    def enter(model: nn.Module) -> AbstractContextManager[Any]:
-        if patch_of(model) is None:
-            fl.fuse(model, exact=exact)
-        return nullcontext()
-
-    return enter
+    if patch_of(model) is None:
+        fl.fuse(model)
+    return nullcontext()
 
 
 def eager(model: nn.Module) -> AbstractContextManager[Any]:

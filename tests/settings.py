@@ -12,7 +12,6 @@ SIZES = {
     "MEDIUM_BYTES": 1 << 10,
     "GPU_BYTES": 0,
     "GPU_MEDIUM_BYTES": 1 << 10,
-    "SPELLED_NORM_BYTES": 1 << 10,
 }
 
 

@@ -78,9 +78,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_inductor_at_the_peak": 0,
         "test_more_parts_than_the_compiler_compiles_again": 0,
     },
-    "test_fuse": {
-        "test_gradients_are_as_good_as_torchs": 40,
-    },
+    "test_fuse": {},
     "test_fuse_training": {
         "test_adapters": 1,
     },

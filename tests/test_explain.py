@@ -131,16 +131,15 @@ def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said
     assert second == f"{report.name}: {report.kind}"
 
 
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_model_is_a_table_of_what_is_fused_in_it(exact: bool) -> None:
+def test_a_model_is_a_table_of_what_is_fused_in_it() -> None:
     part = nn.Sequential(nn.Linear(4, 8), nn.GELU())
     model = nn.Sequential(part, *(fl.FusedDenseAct(8, 8) for _ in range(2)))
     assert "nothing is fused. fusedlayers.fuse(model)" in str(fl.explain(part))
     assert "every value" not in str(fl.explain(model))
-    fl.fuse(part, exact=exact)
+    fl.fuse(part)
     found = fl.explain(model)
     assert isinstance(found, ModelExplanation) and [path for path, _ in found.places] == ["0", "1", "2"]
-    assert dict(found.places)["0"] == f"saves every value once{', exactly' if exact else ''}"
+    assert dict(found.places)["0"] == "saves every value once"
     lines = str(found).splitlines()
     assert lines[2] == f"  1-2  FusedDenseAct: {model[1].extra_repr()}" and len(lines) == 3
 

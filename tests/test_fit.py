@@ -90,9 +90,9 @@ def _bytes(model: nn.Module, x: Tensor, of: str) -> int:
     return found
 
 
-def _patches(model: nn.Module) -> dict[str, tuple[bool, bool]]:
+def _patches(model: nn.Module) -> dict[str, bool]:
     found = {path: patch_of(module) for path, module in model.named_modules()}
-    return {path: (patch.exact, patch.recompute) for path, patch in found.items() if patch is not None}
+    return {path: patch.recompute for path, patch in found.items() if patch is not None}
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------------
@@ -112,7 +112,7 @@ def test_budgets_hold(name: str, of: Any, fraction: float) -> None:
     assert _bytes(model, x, of) == report.measured.bytes
     # Neighbours that are saved once share values, which is not predicted.
     assert 0.8 * report.predicted.bytes <= report.measured.bytes <= 1.02 * report.predicted.bytes
-    assert set(report.recomputed) == {path for path, (_, recompute) in _patches(model).items() if recompute}
+    assert set(report.recomputed) == {path for path, is_recomputed in _patches(model).items() if is_recomputed}
     fl.unfuse(model)
     assert _patches(model) == {} and _bytes(model, x, of) == before
 
@@ -136,7 +136,7 @@ def test_no_more_is_recomputed_than_the_budget_needs() -> None:
 
 def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
     model, x = _made("transformer")
-    fl.fuse(model, exact=True)
+    fl.fuse(model)
     before = _patches(model)
     with pytest.raises(
         ValueError, match=r"fit: memory_budget_bytes='1KiB' \(1\.00 KiB\) cannot be met: as it is the model saves \d"
@@ -154,7 +154,7 @@ def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
 def test_planning_changes_nothing(is_fused: bool) -> None:
     model, x = _made("convolutions")
     if is_fused:
-        fl.fuse(model, exact=True)
+        fl.fuse(model)
     before = _patches(model)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     report = fl.fit(model, x, fraction=0.45, plan_only=True)

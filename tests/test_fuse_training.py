@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_fuse import HIDDEN, IN, MLP, ROWS, are_near
+from test_fuse import HIDDEN, IN, MLP, ROWS
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -151,25 +151,24 @@ def test_adapters(when: str) -> None:
     peft = pytest.importorskip("peft")
     inputs = {"input_ids": _tokens(), "use_cache": False}
     found, bytes_kept = [], []
-    for exact in (None, True, False):
+    for is_fused in (False, True):
         model = _llama()
-        if exact is not None and when == "before":
-            fl.fuse(model, exact=exact)
+        if is_fused and when == "before":
+            fl.fuse(model)
         torch.manual_seed(1)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_dropout=0.1, target_modules="all-linear")).train()
         for name, parameter in model.named_parameters():
             if "lora_B" in name:  # which is 0 at first
                 nn.init.constant_(parameter, 0.02)
-        if exact is not None and when == "after":
-            fl.fuse(model, exact=exact)
+        if is_fused and when == "after":
+            fl.fuse(model)
         bytes_kept.append(saved_bytes(lambda m=model: m(**inputs)[0], exclude=[model, inputs]))
         torch.manual_seed(2)
         y = model(**inputs)[0]
         y.square().mean().backward()
         found.append([y.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
         model.eval().merge_and_unload()(**inputs)
-    assert all(map(torch.equal, found[0], found[1])) and are_near(found[2], found[0])
-    assert max(bytes_kept[1:]) < 0.8 * bytes_kept[0]
+    assert all(map(torch.equal, *found)) and bytes_kept[1] < 0.8 * bytes_kept[0]
 
 
 ON_A_GPU = """
@@ -183,7 +182,7 @@ import fusedlayers as fl
 fake = fake_gpu.install()
 model = nn.Sequential(TransformerBlock(256, 512, True), nn.Linear(256, 512), Own(), nn.Linear(512, 8)).bfloat16()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-fl.fuse(model, exact=EXACT)
+fl.fuse(model)
 x = torch.randn(4, 256, 256).bfloat16()
 for number in range(3):
     fake.launches.clear()
@@ -198,14 +197,11 @@ print(json.dumps([[n for n in names if n in {f"aten::{look}" for look in looks}]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a driver of its own")
-@pytest.mark.parametrize("exact", [True, False])
-def test_a_training_step_looks_at_no_value_on_the_device(exact: bool) -> None:
+def test_a_training_step_looks_at_no_value_on_the_device() -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", f"EXACT = {exact}\n{ON_A_GPU}"], capture_output=True, text=True, env=environment
-    )
+    done = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     looks, launches = json.loads(done.stdout)
-    assert looks == [] and (launches == []) is exact, launches
+    assert looks == launches == []

@@ -367,7 +367,6 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fl.fuse(_compiled()), TypeError, "fuse: the model is compiled.*before torch.compile"),
     (lambda: fl.fuse(_compiled_in_place(), ROW), TypeError, "fuse: the model is compiled"),
     (lambda: fl.fuse(nn.LazyLinear(3)), ValueError, "fuse: weight has no shape yet; call the model once"),
-    (lambda: fl.fuse(Model(), exact="yes"), TypeError, "fuse: exact must be True or False, got 'yes'"),
     (lambda: fl.fuse(Model(), ROW, time=1), TypeError, "fuse: time must be True or False, got 1"),
     (lambda: fl.fuse(Model(), time=True), ValueError, "fuse: time=True runs the model; pass inputs too"),
     (lambda: fl.fuse(Model(), ROW, ROW), TypeError, r"fuse: inputs must be one tuple or dict: fuse\(model, \(x, y\)\)"),

@@ -133,7 +133,7 @@ def _after(name: str, order: str) -> nn.Module:
         if word in changes:
             model = changes[word](model)
         else:
-            fl.fuse(model, exact=True) if word == "fuse" else fl.unfuse(model)
+            fl.fuse(model) if word == "fuse" else fl.unfuse(model)
     return model
 
 

@@ -50,7 +50,7 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("enter", [cases.recipes, cases.fused(exact=True)], ids=["", "fuse alone"])
+@pytest.mark.parametrize("enter", [cases.recipes, cases.fused], ids=["", "fuse alone"])
 @pytest.mark.parametrize(("model", "context"), [*product(cases.MODELS, cases.CONTEXTS)])
 def test_the_same_bits(model: str, context: str, enter: cases.Enter) -> None:
     theirs = cases.trained(model, context, cases.eager)
@@ -116,14 +116,13 @@ SHARES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-# torch's count of living storages does not run with the traces of activations, which ``exact=False`` makes.
-@pytest.mark.parametrize(("name", "exact"), [(n, e) for n in SHARES for e in (True, False) if e or n != "spelled out"])
-def test_three_counts_agree(name: str, exact: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", SHARES)
+def test_three_counts_agree(name: str, dtype: torch.dtype) -> None:
     make, inputs = cases.MODELS[name]
     model, x = make().to(dtype), torch.cat([inputs()] * 4).to(dtype)
     own = [*tensors_in(model), x]
     theirs = saved_bytes(model, x, exclude=own)
-    fl.fuse(model, exact=exact)
+    fl.fuse(model)
     run = partial(model, x)
     y = run()
     found, of_result = count(y, exclude=own), y.untyped_storage().nbytes()
@@ -133,10 +132,10 @@ def test_three_counts_agree(name: str, exact: bool, dtype: torch.dtype) -> None:
     assert found.kept_bytes == pytest.approx(living_bytes(run, own) + is_result_saved * of_result, rel=0.01)
     assert by_hooks <= SHARES[name] * theirs
     # A value that a recipe spares may be one that eager does not save: another recipe reads it.
-    assert not exact or sum(spared.nbytes for spared in found.spared) >= theirs - by_hooks > 0
+    assert sum(spared.nbytes for spared in found.spared) >= theirs - by_hooks > 0
     rows = {"bits", *replays.REPLAYS, *replays.RESULTS}
     leaves = ("Trained", "NewGELU", "SpelledNorm", "OwnFunction", "GateOfTwo")
-    assert not exact or all(s.made_by in rows or s.made_by.startswith(leaves) for s in found.spared)
+    assert all(s.made_by in rows or s.made_by.startswith(leaves) for s in found.spared)
 
 
 # --- selective checkpoints --------------------------------------------------------------------------------------------
@@ -166,7 +165,7 @@ if _OPTION in inspect.signature(checkpoint).parameters:
 
 
 @pytest.mark.parametrize("run", SELECTIVE)
-@pytest.mark.parametrize("way", ["exact", "default", "save_once"])
+@pytest.mark.parametrize("way", ["fuse", "save_once"])
 @pytest.mark.parametrize("name", ["mlp", "residual"])
 def test_selective_checkpoints_are_pytorchs(name: str, way: str, run: str) -> None:
     """The same bits, no byte more by three counts, and no warning."""
@@ -175,7 +174,7 @@ def test_selective_checkpoints_are_pytorchs(name: str, way: str, run: str) -> No
         torch.manual_seed(0)
         model, x = Checkpointed(name, SELECTIVE[run]), torch.cat([cases.MODELS[name][1]()] * 4).requires_grad_()
         if is_ours and way != "save_once":
-            fl.fuse(model, exact=way == "exact")
+            fl.fuse(model)
         enter = fl.save_once if is_ours and way == "save_once" else contextlib.nullcontext
 
         def forward(model: nn.Module = model, x: Tensor = x, enter: Any = enter) -> Tensor:
@@ -204,7 +203,7 @@ def test_hooks_around_get_what_selective_checkpoints_keep_as_without_us(run: str
             if isinstance(module, nn.Linear):
                 module.register_forward_hook(lambda module, args, y, made=made: made.append(y.detach()))
         if is_fused:
-            fl.fuse(model, exact=True)
+            fl.fuse(model)
 
         def pack(t: Tensor, packed: list[Tensor] = packed) -> Tensor:
             packed.append(t.detach())
@@ -597,11 +596,11 @@ class OtherEps(nn.LayerNorm):
 
 def test_a_norm_that_changes_what_it_reads_is_left_alone() -> None:
     found = []
-    for exact in (False, True):
+    for is_fused in (False, True):
         torch.manual_seed(0)
         model, x = nn.Sequential(OtherEps(64), nn.Linear(64, 64)), torch.randn(64, 64)
-        if exact:
-            fl.fuse(model, exact=True)
+        if is_fused:
+            fl.fuse(model)
         model(x).square().sum().backward()
         found.append([p.grad for p in model.parameters()])
     assert all(map(torch.equal, *found))

@@ -76,7 +76,7 @@ def _fuse_and(wrap: Callable[[nn.Sequential], nn.Module]) -> Callable[[nn.Sequen
     """Fused before the engine spreads it."""
 
     def wrap_fused(model: nn.Sequential) -> nn.Module:
-        fl.fuse(model, exact=True)
+        fl.fuse(model)
         return wrap(model)
 
     return wrap_fused
@@ -98,7 +98,7 @@ def _compared(rank: int, processes: int) -> dict[str, bool]:
     found = {}
     for (engine, wrap), autocast in product(ENGINES.items(), (False, True)):
         theirs = _trained(wrap, cases.eager, autocast)
-        ways = {"save_once": (wrap, cases.recipes), "fuse": (wrap, cases.fused(exact=True))}
+        ways = {"save_once": (wrap, cases.recipes), "fuse": (wrap, cases.fused)}
         ways["save_once alone"] = wrap, lambda model: fl.save_once()
         ways["fuse first"] = _fuse_and(wrap), cases.eager
         for way, (wrapped, enter) in ways.items():
@@ -119,11 +119,11 @@ class Checkpointed(nn.Sequential):
 def _checkpointed() -> bool:
     """FSDP's first version keeps views of parameters as attributes while a checkpoint recomputes."""
     found = []
-    for exact in (None, True):
+    for is_fused in (False, True):
         torch.manual_seed(0)
         model = Checkpointed(*(nn.Sequential(Block(nn.LayerNorm(64)), nn.Linear(64, 64)) for _ in range(3)))
-        if exact is not None:
-            fl.fuse(model, exact=exact)
+        if is_fused:
+            fl.fuse(model)
         whole = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
         whole(torch.randn(16, 64)).square().mean().backward()
         grads = [p.grad for p in whole.parameters() if p.grad is not None]
@@ -143,7 +143,7 @@ def test_the_same_bits_in_two_processes(tmp_path: Path) -> None:
 def _kept(wrap: Callable[[nn.Module], nn.Module]) -> tuple[int, int]:
     """As the graph tells, and as storages do: copies of parameters are in both."""
     model, x = nn.Sequential(*(Block(nn.LayerNorm(64)) for _ in range(3))), torch.randn(256, 64)
-    fl.fuse(model, exact=True)
+    fl.fuse(model)
     model = wrap(model)
     own = [*model.parameters(), x]
     return count(model(x), exclude=own).kept_bytes, living_bytes(partial(model, x), own)
@@ -178,7 +178,7 @@ def _as_zero_3(block: nn.Module) -> None:
     block.register_full_backward_hook(release)
 
 
-@pytest.mark.parametrize("enter", [cases.eager, cases.fused(exact=True), lambda model: fl.save_once()])
+@pytest.mark.parametrize("enter", [cases.eager, cases.fused, lambda model: fl.save_once()])
 def test_parameters_of_zero_3(enter: cases.Enter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
 

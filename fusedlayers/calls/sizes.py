@@ -29,11 +29,6 @@ GPU_MEDIUM_BYTES = 32 << 20
 #: layer's width decides, and memory counts more. Slower GPUs have fewer processors, and less memory.
 GPU_BYTES = 128 << 10
 
-#: RMS norms that are spelled out and have fewer bytes run as they are written. Forward and backward of one node took
-#: 1.3 to 1.5 times as long as theirs at 128 KiB, 0.7 to 1.3 at 256 KiB, 0.15 to 1.2 from 512 KiB on (AMD EPYC, one and
-#: two threads, a busy machine).
-SPELLED_NORM_BYTES = 256 << 10
-
 
 class Limits(NamedTuple):
     """Results of fewer bytes are small, or of medium size."""

@@ -59,8 +59,8 @@ class Blocks(list[Block]):
         skipped: by reason, the paths of blocks that a recomputation would get wrong.
     """
 
-    def __init__(self, model: nn.Module, *, exact: bool = False) -> None:
-        fuse(model, exact=exact)
+    def __init__(self, model: nn.Module) -> None:
+        fuse(model)
         self.model, self.skipped = model, dict[str, list[str]]()
         self._patches = {patch.module: patch for patch in patches_of(model)}
 

@@ -13,7 +13,6 @@ from .transformers import FuseCallback
 class FuseArguments(BaseModel):
     """The plugin's keys of the configuration: the options of ``FusedTraining``."""
 
-    fuse_exact: bool = True
     fuse_report: bool = False
     fuse_fit_budget: int | float | str | None = None
 

@@ -25,18 +25,16 @@ class FusedTraining:
     """The options of a callback, and the hooks that wait for the first step.
 
     Args:
-        exact: as for ``fuse``.
         report: whether the first step prints the report of ``fuse``, or of ``fit`` where there is a budget.
         fit_budget: the first step fits the model to this budget: bytes or a size such as "8GiB"
             (``memory_budget_bytes`` of ``fit``), or a float such as 0.3 (``fraction``).
 
     Raises:
-        TypeError: ``exact`` or ``report`` is neither True nor False.
+        TypeError: ``report`` is neither True nor False.
         ValueError: ``fit_budget`` is no budget.
     """
 
-    def __init__(self, *, exact: bool = True, report: bool = False, fit_budget: float | str | None = None) -> None:
-        check_flag("FuseCallback", "exact", exact)
+    def __init__(self, *, report: bool = False, fit_budget: float | str | None = None) -> None:
         check_flag("FuseCallback", "report", report)
         if isinstance(fit_budget, float) and not 0 < fit_budget <= 1:
             raise ValueError(
@@ -45,7 +43,7 @@ class FusedTraining:
             )
         if fit_budget is not None and not isinstance(fit_budget, float):
             budget_from("FuseCallback: fit_budget", fit_budget)
-        self.exact, self.report, self.fit_budget = exact, report, fit_budget
+        self.report, self.fit_budget = report, fit_budget
         self._hooks: list[Any] = []
 
     def begin(self, model: Any, run: object) -> None:
@@ -72,7 +70,7 @@ class FusedTraining:
                 f"FuseCallback: report and fit_budget run a model that is not split, got {processes} processes; call "
                 "fusedlayers.fit(model, inputs, ...) before the trainer, instead of this callback"
             )
-        fuse(model, exact=self.exact)
+        fuse(model)
         vars(run)["_fused_training"] = self
         self._remove_hooks()
         if needs_a_step:
@@ -124,7 +122,7 @@ class FusedTraining:
         names = list(inspect.signature(module.forward).parameters)
         inputs = {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
         if self.fit_budget is None:
-            report: object = fuse(module, inputs, exact=self.exact)
+            report: object = fuse(module, inputs)
         elif isinstance(self.fit_budget, float):
             report = fit(module, inputs, fraction=self.fit_budget)
         else:

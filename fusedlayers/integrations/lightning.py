@@ -18,7 +18,7 @@ class FuseCallback(Callback):
     ``on_fit_start`` comes after the strategy has wrapped the module. ``on_fit_end`` undoes it, and so does an error.
 
     Args:
-        options: ``exact=True``, ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
+        options: ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
 
     Raises:
         TypeError: an unknown option, or one of the wrong type; when the training begins: a compiled module.

@@ -17,7 +17,7 @@ def register(name: str = "fuse", **options: Any) -> None:
 
     Args:
         name: of the callback.
-        options: ``exact=True``, ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
+        options: ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
 
     Raises:
         TypeError, ValueError: as for ``FuseCallback``.

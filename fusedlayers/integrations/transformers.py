@@ -17,7 +17,7 @@ class FuseCallback(TrainerCallback):
     ``fusedlayers.unfuse(model)`` or the next training.
 
     Args:
-        options: ``exact=True``, ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
+        options: ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
 
     Raises:
         TypeError: an unknown option, or one of the wrong type; when the training begins: a compiled model.

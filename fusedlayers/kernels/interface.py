@@ -21,33 +21,6 @@ class GradientRequest(NamedTuple):
     needs_operands: tuple[bool, ...] = ()
 
 
-class RmsNormOptions(NamedTuple):
-    """RMS norm over the last dimension (Zhang & Sennrich 2019), computed in float32 or wider: ``y = xhat (offset + w)``
-    with ``xhat = x / sqrt(mean(x^2) + eps)``."""
-
-    eps: float
-    #: 1 in Gemma's norm.
-    offset: float = 0.0
-    #: Whether xhat is rounded to x's dtype before the weight multiplies it, as in the norms of LLaMA and T5.
-    rounds_first: bool = False
-
-    def __call__(self, x: Tensor, w: Tensor | None) -> Tensor:
-        """By PyTorch's operations, which autograd differentiates; in x's dtype."""
-        wide = torch.promote_types(x.dtype, torch.float32)
-        xhat = x.to(wide)
-        xhat = xhat * torch.rsqrt(xhat.pow(2).mean(-1, keepdim=True) + self.eps)
-        if self.rounds_first:
-            xhat = xhat.to(x.dtype).to(wide)
-        gain = self.gain(w, wide)
-        return (xhat if gain is None else xhat * gain).to(x.dtype)
-
-    def gain(self, w: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """``offset + w`` in ``dtype``; None for 1."""
-        if w is None:
-            return None
-        return w.to(dtype) + self.offset if self.offset else w.to(dtype)
-
-
 class Backend(Protocol):
     """The functions of a backend. No argument is written to but ``out``, and others where the docstring says so."""
 
@@ -111,23 +84,6 @@ class Backend(Protocol):
     ) -> Sequence[Tensor | None]:
         """Write the gradients of z and up into ``out``, or else over these and over dy; return those of the operands.
         Layouts as for ``gate``."""
-        ...
-
-    def rms_norm(self, options: RmsNormOptions, x: Tensor, w: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The norm of contiguous x, and by how much each row was multiplied: (rows, 1), in float32 or wider."""
-        ...
-
-    def rms_norm_gradient(
-        self,
-        options: RmsNormOptions,
-        dy: Tensor,
-        x: Tensor,
-        w: Tensor | None,
-        inverse_std: Tensor,
-        *,
-        needs_x: bool,
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of x and of w, the latter in any floating dtype; dy and x are contiguous."""
         ...
 
     def inverse(self, y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:

@@ -99,7 +99,7 @@ def _was_edited(function: str, activation: Activation, reason: str) -> RuntimeEr
         f"{function}: its {activation} output was edited in place after the forward pass, and backward reads it. "
         'Edit a copy (y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '
         "fused model by fl.unfuse(module) (torch.autograd.set_detect_anomaly(True) shows which), or in all of it by "
-        "fl.fuse(model, exact=True). A function under a checkpoint that computes something else when it runs again "
+        "fl.fuse(model). A function under a checkpoint that computes something else when it runs again "
         f"looks the same. PyTorch says: {reason}"
     )
 

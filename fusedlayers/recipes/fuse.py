@@ -32,7 +32,6 @@ def fuse(
     model: nn.Module,
     inputs: Any = None,
     *more: Any,
-    exact: bool = True,
     time: bool = False,
     progress: bool | OnStage = False,
 ) -> FuseReport:
@@ -49,16 +48,11 @@ def fuse(
     without children and matrices, as an activation or a norm that is spelled out, is run again in backward where that
     frees memory: it has to compute the same again from its arguments and attributes (``recipes/leaves.py``).
 
-    With ``exact=False``, which is for speed alone, modules that spell out an RMS norm, or an activation such as GELU,
-    run as one kernel each, where their results are large. Rounding errors are at most about twice those of PyTorch, and
-    code that writes over the output of such an activation in place raises an error in backward.
-
     Args:
         model: any module; a fused one gets these options instead of those that it had.
         inputs: an example of what the model is called with, for a report: a tensor, a tuple of positional arguments, or
             a mapping of keywords. The model is run forward and backward a few times; its buffers, gradients and the
             random generators are put back.
-        exact: whether PyTorch's own nodes compute everything.
         time: whether steps are timed too, with and without.
         progress: True writes how far it has come and the time left on stderr, every 10 seconds. A function is told each
             stage, and which part of all is done.
@@ -67,8 +61,7 @@ def fuse(
         a report; with inputs, of the bytes that are saved for backward and of the peak, before and after.
 
     Raises:
-        TypeError: ``model`` is no module, or is compiled or TorchScript; ``exact`` or ``time`` is neither True nor
-            False.
+        TypeError: ``model`` is no module, or is compiled or TorchScript; ``time`` is neither True nor False.
         ValueError: lazy parameters without a shape; inputs that the model does not run on; ``time`` without inputs.
         torch.OutOfMemoryError: the example does not fit; ``fuse(model)`` needs none. The model is what it was then.
 
@@ -82,23 +75,21 @@ def fuse(
     if more:
         raise TypeError("fuse: inputs must be one tuple or dict: fuse(model, (x, y))")
     check_uncompiled("fuse", model)
-    check_flag("fuse", "exact", exact)
     check_flag("fuse", "time", time)
     if time and inputs is None:
         raise ValueError("fuse: time=True runs the model; pass inputs too")
     works_here()  # which warns of an untested torch
     on_stage, before = asked("fuse", progress), patches_of(model)
-    options = ", ".join(dict.fromkeys(f"exact={patch.exact}" for patch in before))
-    notes = [f"The model was fused before, with {options}; now it has the options of this call."] if before else []
+    notes = list[str]()
     if compiled := sum(map(is_compiled, model.modules())):
         notes.append(
             f"Compiled modules: {compiled}. torch.compile decides what they save, and nothing is spared there."
         )
     if inputs is None:
-        _attach(model, exact)
-        return FuseReport(type(model).__name__, exact, notes=tuple(notes))
+        _attach(model)
+        return FuseReport(type(model).__name__, notes=tuple(notes))
     try:
-        return _measured(model, inputs, exact, time, notes, on_stage)
+        return _measured(model, inputs, time, notes, on_stage)
     except BaseException as error:
         unfuse(model)
         for patch in before:
@@ -110,9 +101,7 @@ def fuse(
         raise
 
 
-def _measured(
-    model: nn.Module, inputs: Any, exact: bool, is_timed: bool, notes: list[str], on_stage: OnStage
-) -> FuseReport:
+def _measured(model: nn.Module, inputs: Any, is_timed: bool, notes: list[str], on_stage: OnStage) -> FuseReport:
     """Fuse a model, and measure it before and after."""
     args, kwargs = arguments_from(inputs)
     step, tracker = Step(model, args, kwargs, function="fuse"), ModuleTracker(model)
@@ -123,8 +112,8 @@ def _measured(
             result = model(*args, **kwargs)
         if not any(tensor.requires_grad for tensor in tensors_of(result)):
             notes.append(f"Nothing is saved for a backward pass: {no_gradient_because(model)}.")
-            _attach(model, exact)
-            return FuseReport(type(model).__name__, exact, saved_bytes=(0, 0), notes=tuple(notes))
+            _attach(model)
+            return FuseReport(type(model).__name__, saved_bytes=(0, 0), notes=tuple(notes))
         del result
         leaves = trained_in((model, args, kwargs))
 
@@ -138,19 +127,18 @@ def _measured(
         on_stage("measuring the model", 0.0)
         before = bytes_and_peak()
         on_stage("measuring the fused model", 0.3)
-        _attach(model, exact)
+        _attach(model)
         now = bytes_and_peak()
         on_stage("listing what is saved", 0.6)
         reset_random()
         with tracker.tracking():
             found = count(step.forward(), [*model.buffers(), model, args, kwargs], tracker.module_of)
         on_stage("timing steps", 0.7)
-        switches = [lambda: unfuse(model), lambda: _attach(model, exact)]
+        switches = [lambda: unfuse(model), lambda: _attach(model)]
         times = step_times(step, switches, reset_random) if is_timed else None
     on_stage("done", 1.0)
     return FuseReport(
         type(model).__name__,
-        exact,
         grouped(found.spared),
         largest(grouped(found.kept)),
         (before[0], now[0]),
@@ -172,12 +160,12 @@ def unfuse(model: nn.Module) -> None:
         patch.remove()
 
 
-def _attach(model: nn.Module, exact: bool) -> None:
+def _attach(model: nn.Module) -> None:
     unfuse(model)
     for module in model.modules():
         if isinstance(module, torch.jit.ScriptModule):
             continue
-        patch = Patch(module, exact=exact)
+        patch = Patch(module)
         # PyTorch's own leaf layers, as nn.Linear, are called often, and a patch without a role would change nothing.
         is_layer = type(module).__module__.startswith("torch.nn.") and not any(True for _ in module.children())
         if module is model or patch.role is not None or not is_layer:

@@ -51,7 +51,6 @@ class FuseReport(Report):
 
     Attributes:
         name: of the model's class.
-        exact: whether PyTorch's own nodes compute everything.
         spared: what is not saved, the most bytes first. A value that is spared may be one that PyTorch does not save
             either: another value is replayed from it.
         kept: what stays, the most bytes first, until ``LISTED`` of all its bytes are listed.
@@ -62,7 +61,6 @@ class FuseReport(Report):
     """
 
     name: str
-    exact: bool
     spared: tuple[Values, ...] = ()
     kept: tuple[Values, ...] = ()
     saved_bytes: tuple[int, int] | None = None
@@ -74,9 +72,8 @@ class FuseReport(Report):
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        mode = ", with the same gradients to the last bit" if self.exact else ""
         advice = "" if self.saved_bytes else "; with inputs this report has bytes: fuse(model, inputs)"
-        yield f"{self.name}: fused, every value is saved once{mode}{advice}"
+        yield f"{self.name}: fused, every value is saved once, with the same gradients to the last bit{advice}"
         yield from (line for note in self.notes for line in ("", note))
         for title, pair in (("saved for backward", self.saved_bytes), ("peak of a step", self.peak_bytes)):
             if pair is not None:

@@ -59,10 +59,16 @@ def is_norm(module: nn.Module) -> bool:
     return forward in _FORWARDS or is_passed_on
 
 
-def note_facts(region: Region, module: nn.Module, result: Any) -> None:
+def run_norm(region: Region, module: nn.Module, run: partial[Any]) -> Any:
+    """The result of a norm's forward pass; the node that made it gets the facts."""
+    y = run()
+    if isinstance(y, Tensor):
+        _note_facts(region, module, y)
+    return y
+
+
+def _note_facts(region: Region, module: nn.Module, result: Tensor) -> None:
     """Note the facts in the node that made ``result``, unless a norm within this one has."""
-    if not isinstance(result, Tensor):
-        return
     whole = result if result._base is None else result._base
     node: Any = whole.grad_fn
     if node is not None and node.name() == "ToCopyBackward0":

@@ -3,8 +3,8 @@
 A patch is the instance's ``forward``: an object that calls the class's forward, whatever that is at the time. No class
 is changed, no hook is added, and copies and pickles of a module have patches of their own. The outermost one enters a
 region (``save_once.py``); so does one that a checkpoint runs again. It steps aside where nothing is saved: without
-gradients, and in programs that ``torch.compile``, ``torch.export`` or TorchScript read. By its role a module computes
-something else, unless the model is ``exact`` (``roles.py``).
+gradients, and in programs that ``torch.compile``, ``torch.export`` or TorchScript read. A norm notes what its node does
+not tell (``norms.py``), and a leaf may be run again (``leaves.py``).
 
 Other libraries replace or wrap an instance's ``forward`` too, and put back what they found there. So a patch is found
 by another attribute, and one that has been removed calls what it replaced, wherever it is called.
@@ -24,9 +24,14 @@ from torch import nn
 
 from .._torch import pop_saved_tensors_hooks, torchscript_state
 from ..recompute.recompute import recomputed
+from .leaves import is_leaf, run_leaf
+from .norms import is_norm, run_norm
 from .region import Region
-from .roles import role_of
 from .save_once import can_enter, current_region, enter_region
+
+Role = Callable[[Region, nn.Module, functools.partial[Any]], Any]
+"""From the region, the module, and its own forward pass with its arguments, to the result. It is a function of a
+module, for pickles of patches name it."""
 
 
 class Patch:
@@ -34,7 +39,6 @@ class Patch:
 
     Attributes:
         module: whose forward pass this is.
-        exact: whether PyTorch's own nodes compute everything.
         recompute: whether the whole forward pass is computed again in the backward pass.
         replaced: what the instance had in the place of its class's forward before, or None.
         role: what runs around its own forward pass, or None.
@@ -43,14 +47,14 @@ class Patch:
 
     recompute = is_attached = False
 
-    def __init__(self, module: nn.Module, *, exact: bool) -> None:
-        self._module, self.exact = weakref.ref(module), exact
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
         _take_patch_away(module)
         # The hub's kernels, and accelerate's hooks when they are removed, leave the class's own.
         if vars(module).get("forward") == type(module).forward.__get__(module):
             del vars(module)["forward"]
         self.replaced: Callable[..., Any] | None = vars(module).get("forward")
-        self.role = role_of(module, exact)
+        self.role: Role | None = run_norm if is_norm(module) else run_leaf if is_leaf(module) else None
 
     @property
     def module(self) -> nn.Module:

@@ -101,16 +101,6 @@ class Region:
             return False
         return tensor.nbytes >= LEAST_BYTES and not tensor.is_conj() and not tensor.is_neg()
 
-    def replays(self, tensor: Tensor) -> bool:
-        """Whether a tensor need not be saved, because a recipe makes it again."""
-        whole = tensor if tensor._base is None else tensor._base
-        node: Any = whole.grad_fn
-        if node is None or not self.can_replay(tensor) or whole.output_nr:
-            return False
-        known = self._known(node)
-        value = self._recipe(node, whole) if known is None else known.source
-        return isinstance(value, Recipe)
-
     def known(self, tensor: Tensor) -> Value | None:
         """The value that a whole tensor was packed as, or made of, before."""
         node: Any = tensor.grad_fn

@@ -45,7 +45,7 @@ def save_once() -> Iterator[None]:
     block of code or a function that is decorated with ``@save_once()``, activations, products of gates, and the 16-bit
     copies that autocast makes of results need no memory of their own.
 
-    Norms and the 16-bit copies of weights need none either in a model that ``fuse(model, exact=True)`` has changed,
+    Norms and the 16-bit copies of weights need none either in a model that ``fuse(model)`` has changed,
     whose modules tell what nodes do not: ``eps``, biases, and whether a weight was written to. Elsewhere they are saved
     as PyTorch saves them. The code of such a model needs no ``save_once`` around it.
 

@@ -264,7 +264,7 @@ def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
         if patch is not None and patch.recompute:
             yield path, "saves its input, and recomputes the rest"
         elif patch is not None and not any(not outer or path.startswith(f"{outer}.") for outer in patched):
-            yield path, f"saves every value once{', exactly' if patch.exact else ''}"
+            yield path, "saves every value once"
             patched.append(path)
         if isinstance(module, WithActivation):
             yield path, _description_of(module)

@@ -4,7 +4,7 @@ import torch
 
 from ...activations import Activation
 from .. import reference
-from ..reference import ADDS_BIAS, CHUNK_BYTES, computes, rms_norm, rms_norm_gradient
+from ..reference import ADDS_BIAS, CHUNK_BYTES, computes
 from . import build
 from .elementwise import (
     bias_act,
@@ -24,8 +24,6 @@ __all__ = [
     "gate_gradient",
     "gradient",
     "inverse",
-    "rms_norm",
-    "rms_norm_gradient",
     "slow_because",
 ]
 

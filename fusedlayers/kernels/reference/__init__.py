@@ -8,7 +8,6 @@ import torch
 from ...activations import Activation
 from .dropout_bits import drawn, packed, unpacked
 from .elementwise import bias_act, derivative, gate, gate_gradient, gradient, inverse, of_output, sum_of
-from .rms_norm import rms_norm, rms_norm_gradient
 
 __all__ = [
     "ADDS_BIAS",
@@ -23,8 +22,6 @@ __all__ = [
     "inverse",
     "of_output",
     "packed",
-    "rms_norm",
-    "rms_norm_gradient",
     "slow_because",
     "sum_of",
     "unpacked",

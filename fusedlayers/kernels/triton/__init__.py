@@ -7,7 +7,6 @@ from .codegen import computes
 from .elementwise import bias_act, gradient, inverse
 from .gates import gate, gate_gradient
 from .launch import missing_because
-from .triton_rms_norm import rms_norm, rms_norm_gradient
 
 __all__ = [
     "ADDS_BIAS",
@@ -19,8 +18,6 @@ __all__ = [
     "gradient",
     "inverse",
     "missing_because",
-    "rms_norm",
-    "rms_norm_gradient",
     "slow_because",
 ]
 
