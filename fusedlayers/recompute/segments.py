@@ -123,25 +123,6 @@ def plan_of(children: Sequence[ChildCosts], segments: tuple[Segment, ...]) -> Pl
     return Plan(segments, state.saved, max(state.peak, state.saved), whole.extra, recomputed)
 
 
-def balanced_lengths(children: Sequence[ChildCosts], count: int) -> list[int]:
-    """The lengths of ``count`` segments that hold about the same while they are recomputed."""
-    inside = [[step.extra for step in _steps(children, i, "all")] for i in range(len(children))]
-    # Of the best split of the first j children: its largest segment, its squares (of splits with the same largest one
-    # the most even is best), and its segments' ends, negated: then the one whose last segment is the shortest.
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
-    for _ in range(min(count, len(children))):
-        best = {
-            j: min(
-                (max(largest, size := inside[i][j - i - 1]), squares + size**2, [*ends, -j])
-                for i, (largest, squares, ends) in best.items()
-                if i < j
-            )
-            for j in range(min(best) + 1, len(children) + 1)
-        }
-    ends = [-end for end in best[len(children)][2]]
-    return [b - a for a, b in pairwise([0, *ends])]
-
-
 def segments_of_lengths(lengths: Sequence[int], mode: Recompute) -> tuple[Segment, ...]:
     """Segments of so many children each, of which the last is not recomputed: its backward pass comes at once."""
     *others, last = [Segment(start, stop, mode) for start, stop in pairwise([0, *accumulate(lengths)]) if stop > start]
