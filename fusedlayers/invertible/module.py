@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from .._torch import disable_dynamo, tree_leaves
 from ..ops.saved_buffers import is_under_checkpoint
-from ..recompute.recompute import can_recompute, reached_by, recomputed, runs_differently_first
+from ..recompute.recompute import can_recompute, recomputed, runs_differently_first
 from ..utils.module_state import modules_in
+from ..utils.reading import reached_by
 from .check import CheckReport, checked
 from .inversion import InvertibleCall, InvertibleFunction, current_mode, in_mode
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._torch import number_of, sequence_number
+from .reading import named_modules_of
 
 
 class ModuleTracker:
@@ -35,7 +35,7 @@ class ModuleTracker:
         self._stack: list[str] = []
         self._numbers: list[int] = []
         self._stacks: list[tuple[str, ...]] = []
-        for name, module in _modules(model):
+        for name, module in named_modules_of(model):
             self._add(module, name)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -107,22 +107,3 @@ def _name(model: Any) -> str:
     if isinstance(model, nn.Module):
         return type(model).__name__
     return str(getattr(model, "__qualname__", type(model).__name__)).rpartition("<locals>.")[2]
-
-
-def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a callable is, belongs to, or reads by name."""
-    if isinstance(model, nn.Module):
-        yield "", model
-    elif isinstance(model, functools.partial):
-        yield from _modules(model.func)
-        for value in (*model.args, *model.keywords.values()):
-            if isinstance(value, nn.Module):
-                yield type(value).__name__, value
-    elif isinstance(owner := getattr(model, "__self__", None), nn.Module):
-        yield "", owner
-    elif inspect.isfunction(model):
-        with contextlib.suppress(ValueError):  # of a variable that has no value yet
-            names = inspect.getclosurevars(model)
-            for name, value in {**names.globals, **names.nonlocals}.items():
-                if isinstance(value, nn.Module):
-                    yield name, value
