@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ..recipes.fuse import unfuse
 from ..recipes.patch import patches_of
 from ..utils.example import arguments_from, check_flag, check_uncompiled, eagerly
-from ..utils.formatting import budget_text, counted_lines, path_text, size_text
+from ..utils.formatting import counted_lines, path_text, size_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked, within
 from ..utils.report import Report
@@ -74,7 +74,7 @@ class FitReport(Report):
         }
         known = {name: each for name, each in found.items() if each is not None}
         width = max(map(len, known))
-        title = f"{self.name}: at most {budget_text(self.budget_bytes)} {COUNTED[self.of]}"
+        title = f"{self.name}: at most {size_text(self.budget_bytes)} {COUNTED[self.of]}"
         lines = [title, "", *counted_lines(rows), ""]
         for name, each in known.items():
             lines.append(f"{name:<{width}}  {size_text(each.bytes):>9}{each.time_ms:>10.4g} ms a step")

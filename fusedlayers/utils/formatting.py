@@ -23,12 +23,6 @@ def size_text(size: int) -> str:
     return f"{size / scale:.{0 if size >= 100 * scale or scale == 1 else 1 if size >= 10 * scale else 2}f} {unit}"
 
 
-def budget_text(size: int) -> str:
-    """The same, and in the units of a thousand that it may have been given in: "191 MiB (200 MB)"."""
-    power = next((power for power in (9, 6) if size and size % 10**power == 0), None)
-    return size_text(size) + ("" if power is None else f" ({size // 10**power} {'GB' if power == 9 else 'MB'})")
-
-
 def size_from(text: str) -> int:
     """The bytes that "8GiB", "1.5 MB" or "4096" say.
 
