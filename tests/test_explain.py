@@ -15,8 +15,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers.activations import resolve
-from fusedlayers.reports.explanation import DTYPES, ModelExplanation
-from fusedlayers.reports.explanation_measurement import COUNT
+from fusedlayers.reports.explanation import COUNT, DTYPES, ModelExplanation
 
 KINDS = {"monotone": "monotone", "folded": "folded", "input": "needs input"}
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.reports.saved_rows import Row
+from fusedlayers.reports.memory_report import Row
 from fusedlayers.utils.step import Step
 
 ROWS, IN, OUT = 256, 32, 128
