@@ -103,13 +103,7 @@ def _refuse_effects(graph: Graph) -> None:
 
 
 #: Pointwise operations without torch's tag ``pointwise``; leaky_relu is one of torch 2.11.
-_ALSO_POINTWISE = {
-    PRELU.default,
-    aten.hardswish.default,
-    aten.leaky_relu.default,
-    aten.rsub.Tensor,
-    *COPIES,
-}
+_ALSO_POINTWISE = {PRELU.default, aten.hardswish.default, aten.leaky_relu.default, aten.rsub.Tensor, *COPIES}
 
 
 class _Parts:

@@ -156,10 +156,7 @@ def fit_compiled(
 
 
 def _largest_part(
-    budget: int,
-    tried: dict[float, int],
-    quick_bytes_with: Callable[[float], int],
-    bytes_with: Callable[[float], int],
+    budget: int, tried: dict[float, int], quick_bytes_with: Callable[[float], int], bytes_with: Callable[[float], int]
 ) -> tuple[float, int]:
     """The largest part with which compiled code keeps to the budget, and its bytes; 0 where it does with none."""
     low, low_bytes, high, high_bytes = 0.0, 0, 1.0, quick_bytes_with(1.0)

@@ -13,15 +13,7 @@ from ..activations import Activation
 from . import cpu, reference
 from .interface import Backend, GradientRequest
 
-__all__ = [
-    "DEVICES",
-    "VARIABLE",
-    "Backend",
-    "GradientRequest",
-    "choose",
-    "kernels_are_off",
-    "no_triton_because",
-]
+__all__ = ["DEVICES", "VARIABLE", "Backend", "GradientRequest", "choose", "kernels_are_off", "no_triton_because"]
 
 
 _log = logging.getLogger(__name__)

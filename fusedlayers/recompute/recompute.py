@@ -86,11 +86,7 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
 
 
 def recomputed(
-    function: Callable[..., Any],
-    owner: object,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    recompute: Recompute,
+    function: Callable[..., Any], owner: object, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute
 ) -> Any:
     """``sublinear`` for a function that has no state but that of ``owner``: the module, or the list of modules, that it
     belongs to, or itself."""

@@ -6,14 +6,7 @@ from ...activations import Activation
 from .. import reference
 from ..reference import ADDS_BIAS, CHUNK_BYTES, computes
 from . import build
-from .elementwise import (
-    bias_act,
-    gate,
-    gate_gradient,
-    gradient,
-    gradient_kernel,
-    inverse,
-)
+from .elementwise import bias_act, gate, gate_gradient, gradient, gradient_kernel, inverse
 
 __all__ = [
     "ADDS_BIAS",
