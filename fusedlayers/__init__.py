@@ -22,7 +22,7 @@ from .invertible.layers import (
     InvertibleLinear,
     orthogonal,
 )
-from .invertible.module import InvertibleModule, invertible_checkpoint
+from .invertible.module import InvertibleModule, InvertibleSequential, invertible_checkpoint
 from .invertible.reshape import (
     InvertibleFlatten,
     InvertibleIdentity,
@@ -30,7 +30,6 @@ from .invertible.reshape import (
     InvertiblePixelShuffle,
     InvertibleSplit,
 )
-from .invertible.sequential import InvertibleSequential
 from .nn.activations import (
     CELU,
     ELU,
