@@ -7,8 +7,6 @@ A constant that float32 does not hold exactly is written with y's dtype (``full_
 ``torch.where`` takes the process-wide default dtype.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

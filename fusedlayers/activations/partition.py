@@ -8,8 +8,6 @@ What it does not do: tensors that run along more than one dimension, or integer 
 and functions that write over their argument.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

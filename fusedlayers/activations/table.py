@@ -3,8 +3,6 @@
 ``builtin.py`` fills the table with rows, and ``activation`` adds the names of users' functions.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Hashable, Mapping

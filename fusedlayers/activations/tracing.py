@@ -11,8 +11,6 @@ What it does not do: anything that is not pointwise (reductions, random numbers,
 ``NotPointwise``, which names the operation.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math

@@ -1,7 +1,5 @@
 """Polynomials on an interval, how they are fitted, and the accuracy of the fits of derivatives."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable

@@ -10,8 +10,6 @@ most one block from the best. Of alike blocks the last ones are saved: at the pe
 last block holds as much as a saved one, and early ones are recomputed when the others are freed.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping

@@ -5,8 +5,6 @@ In a distributed job all processes follow the first one, because their times dif
 that one of them takes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

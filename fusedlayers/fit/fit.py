@@ -1,7 +1,5 @@
 """``fit``: measure the blocks of a model, choose which are recomputed, and see that the budget holds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ Activation Checkpointing Techniques in PyTorch", PyTorch's blog, 2025). Here one
 partitioned graph saves the same before Inductor has made code of it, which takes most of the time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

@@ -4,8 +4,6 @@ Where a function is flat, rounding of the output becomes a large error of the in
 next to the minimum and in the tail for folded ones.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -9,8 +9,6 @@ A recomputation costs a second forward pass. A call costs Python time for lookin
 had better be joined.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args

@@ -10,8 +10,6 @@ A plan holds for inputs up to the size that was measured; for smaller ones it re
 is measured anew.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

@@ -1,7 +1,5 @@
 """An autograd graph: its nodes, what each saves, and its leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any

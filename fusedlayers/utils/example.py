@@ -1,7 +1,5 @@
 """A model and its example inputs, as users pass them: refusals, arguments, and errors of the model's own code."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Texts of reports and errors: sizes, durations, paths of similar modules, and tables."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

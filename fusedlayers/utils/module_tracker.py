@@ -5,8 +5,6 @@ starts and ends, so that every node can be assigned to a module afterwards. Save
 this library's own layers, and others that reuse buffers, save copies.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """What users' functions read besides their arguments: closures, globals, defaults, and what they are bound to."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """A training step, as reports run and time it: one call of a model, the loss, and the backward pass."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import statistics
