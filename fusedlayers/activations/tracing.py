@@ -296,18 +296,9 @@ Decompositions = dict[Any, Callable[..., Any]]
 
 #: Core ATen keeps these whole. Torch's decompositions of them save the printers from knowing them.
 _MORE_DECOMPOSITIONS = (
-    aten.celu,
-    aten.clamp,
-    aten.elu,
-    aten.elu_backward,
-    aten.hardtanh,
-    aten.hardtanh_backward,
-    aten.leaky_relu,
-    aten.relu,
-    aten.softshrink,
-    aten.threshold,
-    aten.threshold_backward,
-)
+    aten.celu, aten.clamp, aten.elu, aten.elu_backward, aten.hardtanh, aten.hardtanh_backward, aten.leaky_relu,
+    aten.relu, aten.softshrink, aten.threshold, aten.threshold_backward,
+)  # fmt: skip
 
 
 @functools.cache

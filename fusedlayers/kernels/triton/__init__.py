@@ -9,17 +9,9 @@ from .gates import gate, gate_gradient
 from .launch import missing_because
 
 __all__ = [
-    "ADDS_BIAS",
-    "CHUNK_BYTES",
-    "bias_act",
-    "computes",
-    "gate",
-    "gate_gradient",
-    "gradient",
-    "inverse",
-    "missing_because",
-    "slow_because",
-]
+    "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "gate", "gate_gradient", "gradient", "inverse",
+    "missing_because", "slow_because",
+]  # fmt: skip
 
 #: The activation's pass adds the bias at no cost, and sums its gradient.
 ADDS_BIAS = True
