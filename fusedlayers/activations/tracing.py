@@ -68,17 +68,13 @@ class Trace:
     outputs: tuple[Argument, ...]
 
 
-def trace(
-    function: Callable[..., Tensor | tuple[Tensor, ...]],
-    inputs: Sequence[str] = ("z",),
-    dtype: torch.dtype = torch.float32,
-) -> Trace:
-    """The operations of ``function`` for inputs with these names and this dtype.
+def trace(function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[str] = ("z",)) -> Trace:
+    """The operations of ``function`` for float32 inputs with these names.
 
     Raises:
         NotPointwise: the function cannot be traced, or is not pointwise.
     """
-    examples = [torch.zeros(_EXAMPLE_SHAPE, dtype=dtype, device="cpu") for _ in inputs]
+    examples = [torch.zeros(_EXAMPLE_SHAPE, dtype=torch.float32, device="cpu") for _ in inputs]
     return _read(simplified(aten_graph(function, examples, to_core())), tuple(inputs))
 
 

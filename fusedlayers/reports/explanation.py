@@ -27,19 +27,7 @@ from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..recipes.patch import patch_of, patches_of
 from ..utils.caching import in_clean_state
 from ..utils.formatting import counted_lines, path_text
-from ..utils.report import (
-    EAGER,
-    HERE,
-    INK,
-    ORANGE,
-    WINE,
-    DrawnReport,
-    NothingToDrawError,
-    Report,
-    legend,
-    new_figure,
-    style,
-)
+from ..utils.report import INK, ORANGE, WINE, DrawnReport, NothingToDrawError, Report, legend, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,8 +35,8 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HEADER = ("", "a layer keeps", "bytes: eager", "here", "rms error: eager", "here", "largest: eager", "here")
-#: Of the picture: inches, characters of a title's line, and parts of the inputs, each with its largest error.
-HEIGHT, CHARACTERS, PARTS = 6.6, 118, 64
+#: Of the picture: inches, and characters of a title's line.
+HEIGHT, CHARACTERS = 3.6, 118
 #: Inputs that derivatives are compared on: fewer of 16 bits would be left to PyTorch.
 COUNT = SMALL_BYTES // 2
 
@@ -67,7 +55,7 @@ class Explanation(DrawnReport):
         accuracy: of the derivative, by dtype.
         layer: the layer's or block's own description; empty for an activation.
         fold: where the function turns, if the saved output carries the branch.
-        samples: the values that the picture shows, by dtype.
+        samples: the values that the picture shows, in float32.
     """
 
     name: str
@@ -78,7 +66,7 @@ class Explanation(DrawnReport):
     accuracy: Mapping[str, Accuracy]
     layer: str = ""
     fold: Fold | None = field(repr=False, default=None)
-    samples: Mapping[str, Samples] = field(repr=False, default_factory=dict)
+    samples: Samples | None = field(repr=False, default=None)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -113,13 +101,13 @@ class Explanation(DrawnReport):
         return self.saves[dtype].partition(":")[0].partition(" (")[0].removeprefix("saves ")
 
     def figure(self) -> Figure:
-        """The function, its derivative over the output, and the derivative's errors.
+        """The function, and its derivative over the output.
 
         Raises:
             ImportError: matplotlib is not installed.
             ValueError: PyTorch computes the function, or it raises an error.
         """
-        if self.kind == "fallback" or "float32" not in self.samples:
+        if self.kind == "fallback" or self.samples is None:
             why = "is left to PyTorch" if self.kind == "fallback" else "or its derivative raises an error"
             raise NothingToDrawError(f"explain: {self.name} {why}, so that there is nothing to draw")
         kept = {dtype: saves.partition(":")[0] for dtype, saves in self.saves.items()}
@@ -129,18 +117,12 @@ class Explanation(DrawnReport):
             title += f", in {' and '.join(dtype for dtype in kept if kept[dtype] == other)} {other}"
         lines = [line for text in (title, self.reason) for line in textwrap.wrap(text, CHARACTERS)]
         figure = new_figure("explain", HEIGHT, "\n".join(lines))
-        (function, output), errors = figure.subplots(2, 2)
-        self._draw_function(function, output)
-        for axes, dtype in zip(errors, ("float32", "bfloat16"), strict=True):
-            if dtype in self.samples:
-                self._draw_errors(axes, dtype)
-            else:
-                axes.set_axis_off()
+        self._draw(self.samples, *figure.subplots(1, 2))
         return figure
 
-    def _draw_function(self, axes: Axes, over_output: Axes) -> None:
+    def _draw(self, samples: Samples, axes: Axes, over_output: Axes) -> None:
         """The function and its derivative over the input, and the derivative over the output. Branches have colours."""
-        z, y, slope, *_ = self.samples["float32"]
+        z, y, slope = samples
         is_saved = self.saves["float32"].startswith("saves the output")
         title = f"f' over the output{': one value for each' if is_saved else ' (not saved)'}"
         branches = [(torch.ones_like(z, dtype=torch.bool), WINE, "")]
@@ -155,19 +137,6 @@ class Explanation(DrawnReport):
         style(axes, title="Function f and derivative f'", xlabel="input z")
         legend(axes)
         style(over_output, title=title, xlabel="output y = f(z)", ylabel="f'")
-
-    def _draw_errors(self, axes: Axes, dtype: str) -> None:
-        samples, rms = self.samples[dtype], self.accuracy[dtype]
-        z = [float(part.mean()) for part in samples.z.chunk(PARTS)]
-        axes.set(yscale="log", ylim=(1e-11, 1e3), xlim=(z[0], z[-1]))  # first: zeros have no logarithm
-        for error, name, of_normal, color in (
-            (samples.eager_error, "PyTorch", rms.eager_rms, EAGER),
-            (samples.error, "here", rms.rms, HERE),
-        ):
-            text = f"{name}: {of_normal:.1e}" if of_normal else f"{name}: exact"
-            axes.plot(z, [float(part.max()) for part in error.chunk(PARTS)], color=color, label=text)
-        style(axes, title=f"Error of f' in {dtype}", xlabel="input z", ylabel="largest |f' - float64's| nearby")
-        legend(axes, "relative rms, z ~ N(0, 1)", loc="upper left")
 
 
 @dataclass(frozen=True)
@@ -221,11 +190,11 @@ def explain(activation: object) -> Explanation | ModelExplanation:
     subject = Subject(resolve(activation if layer is None else layer.activation, "explain"), layer)
     record, cpu = subject.record, torch.device("cpu")  # where all is measured
     kind, reason = _kind(subject)
-    bytes_, accuracy, samples = {}, {}, {}
+    bytes_, accuracy = {}, {}
     for dtype in DTYPES:
         name = name_of(dtype)
         with contextlib.suppress(Exception):  # a user's function need not work in every dtype
-            bytes_[name], accuracy[name], samples[name] = subject.measure(dtype)
+            bytes_[name], accuracy[name] = subject.measure(dtype)
     return Explanation(
         repr(record),
         kind,
@@ -235,7 +204,7 @@ def explain(activation: object) -> Explanation | ModelExplanation:
         accuracy if kind != "fallback" else {},
         "" if layer is None else _description_of(layer),
         None if subject.keeps_input else record.fold,
-        {name: found for name, found in samples.items() if found is not None},
+        subject.samples,
     )
 
 
@@ -300,13 +269,11 @@ class Accuracy:
 
 
 class Samples(NamedTuple):
-    """Of one channel, in the order of the inputs z: outputs, derivatives, and these ones' errors, all in float64."""
+    """Of one channel, in the order of the inputs z: outputs and derivatives, in float64."""
 
     z: Tensor
     y: Tensor
     slope: Tensor
-    error: Tensor
-    eager_error: Tensor
 
 
 class Subject:
@@ -316,7 +283,10 @@ class Subject:
         record: the activation, as a layer in float32 uses it.
         layer: the layer, or None.
         keeps_input: whether the derivative is evaluated from the input, which is kept or computed again.
+        samples: the values measured in float32, once they are, where as many elements are returned.
     """
+
+    samples: Samples | None = None
 
     def __init__(self, activation: Activation, layer: WithActivation | None) -> None:
         self._activation, self.layer = activation, layer
@@ -359,9 +329,9 @@ class Subject:
         return function, function
 
     @in_clean_state
-    def measure(self, dtype: torch.dtype) -> tuple[tuple[float, float], Accuracy, Samples | None]:
-        """Bytes saved for each element between two layers, PyTorch's and here; errors; and samples, where as many
-        elements are returned. Errors of the function are raised."""
+    def measure(self, dtype: torch.dtype) -> tuple[tuple[float, float], Accuracy]:
+        """Bytes saved for each element between two layers, PyTorch's and here; and errors of the derivative. Errors of
+        the function are raised."""
         z = torch.randn(self._shape, generator=torch.Generator().manual_seed(0)).to(dtype)
         (function, activation), exact_function = self._in(dtype), self._in(torch.float64)[0]
         save = "auto" if self.layer is None else self.layer.save
@@ -375,17 +345,16 @@ class Subject:
         scale = float(exact[real].norm()) or 1.0
         ours, eager = ((float(error[real].norm()) / scale, float(error[real].max())) for error in errors)
 
-        samples = None
-        if y.shape == z.shape:
+        if y.shape == z.shape and dtype is torch.float32:
             channel = next((dim for dim in self.record.operand_dims if dim is not None), -1)
-            first = [values.movedim(channel, -1).flatten(0, -2)[:, 0] for values in (z.double(), y, exact, *errors)]
+            first = [values.movedim(channel, -1).flatten(0, -2)[:, 0] for values in (z.double(), y, exact)]
             order = first[0].argsort()
-            samples = Samples(*(values[order] for values in first))
+            self.samples = Samples(*(values[order] for values in first))
         if isinstance(self.layer, FusedBlock):
             sizes = _bytes_of_block(self.layer, function, activation, z)
         else:
             sizes = [_bytes_between_layers(f, z) for f in (function, here)]
-        return (sizes[0] / z.numel(), sizes[1] / z.numel()), Accuracy(*ours, *eager), samples
+        return (sizes[0] / z.numel(), sizes[1] / z.numel()), Accuracy(*ours, *eager)
 
 
 def name_of(dtype: torch.dtype) -> str:
