@@ -2,9 +2,7 @@
 Network").
 
 ``inversion.py`` has the mechanism and says what it costs; here are the class that users derive from, its flags, a chain
-of such modules, and the function of the same effect. A chain holds one output however deep it is: its modules are
-called one by one, with their hooks, and each lets go of an output that the next one's inverse can compute. Rounding
-errors add up from the last module to the first (``check.py``).
+of such modules, and the function of the same effect.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from .._torch import disable_dynamo, tree_leaves
 from ..ops.saved_buffers import is_under_checkpoint
 from ..recompute.recompute import can_recompute, recomputed, runs_differently_first
+from ..utils.formatting import callable_name
 from ..utils.module_state import modules_in
 from ..utils.reading import reached_by
 from .check import CheckReport, checked
@@ -283,7 +282,7 @@ def invertible_checkpoint(
         return single_or_tuple(as_tuple(function(*args))[:num_outputs])
     others = [leaf for leaf in tree_leaves(args) if not isinstance(leaf, Tensor)]
     modules, tensors = reached_by([function, inverse, *others])
-    name = f"invertible_checkpoint of {getattr(function, '__qualname__', type(function).__name__)}"
+    name = f"invertible_checkpoint of {callable_name(function)}"
     step = function_of(name, function, inverse, num_outputs, modules=modules, tensors=tensors, runs_all=False)
     return run_inverted([step], args)
 

@@ -66,6 +66,14 @@ def first_line(error: BaseException) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
+def callable_name(function: object) -> str:
+    """The name of a function, or of the class of a module; of a class's method, as autograd.Function's apply, both."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", type(function).__name__)
+    return f"{owner.__name__}.{name}" if isinstance(owner, type) else name
+
+
 def with_place(name: str, function: object) -> str:
     """A function's name; of a lambda, which has none, the file and the line too."""
     while isinstance(function, functools.partial):

@@ -7,7 +7,6 @@ this library's own layers, and others that reuse buffers, save copies.
 
 import bisect
 import contextlib
-import functools
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._torch import number_of, sequence_number
+from .formatting import callable_name
 from .reading import named_modules_of
 
 
@@ -27,7 +27,7 @@ class ModuleTracker:
     module around it."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
-        self.name = _name(model)
+        self.name = callable_name(model)
         self.modules: list[nn.Module] = []  # held, so that ids stay unique
         self._paths: dict[int, str] = {}
         self._stack: list[str] = []
@@ -97,11 +97,3 @@ class ModuleTracker:
             if id(inner) not in self._paths:
                 self._paths[id(inner)] = path
                 self.modules.append(inner)
-
-
-def _name(model: Any) -> str:
-    while isinstance(model, functools.partial):
-        model = model.func
-    if isinstance(model, nn.Module):
-        return type(model).__name__
-    return str(getattr(model, "__qualname__", type(model).__name__)).rpartition("<locals>.")[2]

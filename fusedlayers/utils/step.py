@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .autograd_graph import leaves_of, nodes_of
-from .example import does_not_run
+from .example import mistake_in
 from .formatting import first_line
 from .module_state import isolated_gradients
 from .progress import OnStage
@@ -51,10 +51,10 @@ class Step:
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith(f"{self.function}: "):
                 raise
-            if way:
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                raise ValueError(f"{self.function}: the model does not run {way}: {reason}") from error
-            raise does_not_run(self.function, error, self.args) from error
+            hint = "" if way else mistake_in(self.args, error)
+            way = way or f"on these inputs{hint and f' ({hint})'}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"{self.function}: the model does not run {way}: {reason}") from error
 
     def forward(self) -> Tensor:
         """The loss of one call. No reference to the outputs is held."""
