@@ -284,7 +284,8 @@ def saved_number(node: Any, name: str) -> Any:
         AttributeError: this torch saves none of this name.
         TypeError: it is something else.
     """
-    return _plain(getattr(node, SAVED + name))
+    value = getattr(node, SAVED + name)
+    return value if type(value) in (float, str) else _plain(value)
 
 
 def _plain(value: Any) -> Any:

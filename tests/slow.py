@@ -78,7 +78,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_inductor_at_the_peak": 0,
         "test_more_parts_than_the_compiler_compiles_again": 0,
     },
-    "test_fuse": {},
     "test_fuse_training": {
         "test_adapters": 1,
     },

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.recipes import leaves, region
+from fusedlayers.recipes import region
 
 WIDTH = 64
 
@@ -27,7 +27,6 @@ WIDTH = 64
 @pytest.fixture(autouse=True)
 def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
-    monkeypatch.setattr(leaves, "_heavy", {})  # the first call of a code decides for it
 
 
 class Counted(NewGELU):

@@ -502,12 +502,15 @@ def _nested(enter: cases.Enter) -> list[Tensor]:
     return [*torch.autograd.grad(y.to_padded_tensor(0.0).sum(), [linear.weight])]
 
 
-def _sparse_under_hooks(enter: cases.Enter) -> list[Tensor]:
+def _sparse(enter: cases.Enter) -> list[Tensor]:
     w = torch.randn(32, 32, requires_grad=True)
-    sparse = torch.eye(32).to_sparse_csr()
-    with torch.autograd.graph.save_on_cpu(), enter(nn.Identity()):
-        y = torch.sparse.mm(sparse, w * 2)
-    return [*torch.autograd.grad(y.sum(), [w])]
+    found: list[Tensor] = []
+    for hooks in (torch.autograd.graph.save_on_cpu(), contextlib.nullcontext()):
+        for sparse in (torch.eye(32).to_sparse_csr(), torch.eye(32).to_sparse()):
+            with hooks, enter(nn.Identity()):
+                y = torch.sparse.mm(sparse, w * 2)
+            found += torch.autograd.grad(y.sum(), [w])
+    return found
 
 
 class Replaying(torch.autograd.Function):
@@ -569,7 +572,7 @@ def _forward_of_an_instance(enter: cases.Enter) -> list[Tensor]:
 CORNERS: list[Callable[[cases.Enter], list[Tensor]]] = [
     _biases_of_other_kinds, _long_chains, _replayed_result_is_edited, _norms_are_written_to_before_the_result_is_read,
     _conjugates, _edited_parameter, _casts_from_before_a_step, _promotion_in_place, _plain_batch_norm_in_16_bits,
-    _hooks_on_norms, _another_threads_edit, _tied, _cropped, _nested, _sparse_under_hooks, _function_of_a_user,
+    _hooks_on_norms, _another_threads_edit, _tied, _cropped, _nested, _sparse, _function_of_a_user,
     _frozen_encoder, _compiled_part, _forward_of_an_instance,
 ]  # fmt: skip
 

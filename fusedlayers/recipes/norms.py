@@ -39,12 +39,6 @@ def is_sharded() -> bool:
     return fsdp is not None and bool(fsdp.FSDPModule.__subclasses__())
 
 
-def may_be_freed(parameter: Tensor) -> bool:
-    """Whether a parameter may be freed after the forward pass of its part of the model: by ``fully_shard``, by FSDP's
-    first version, whose parameters are views of another one, or by DeepSpeed's ZeRO-3, which gives them numbers."""
-    return type(parameter) is not nn.Parameter or hasattr(parameter, "ds_id") or is_sharded()
-
-
 # --- modules ----------------------------------------------------------------------------------------------------------
 
 
@@ -71,21 +65,23 @@ def _note_facts(region: Region, module: nn.Module, result: Tensor) -> None:
     """Note the facts in the node that made ``result``, unless a norm within this one has."""
     whole = result if result._base is None else result._base
     node: Any = whole.grad_fn
-    if node is not None and node.name() == "ToCopyBackward0":
+    if node is not None and type(node).__name__ == "ToCopyBackward0":
         node = node.next_functions[0][0]
     if node is None or not region.can_replay(whole) or _FACTS in node.metadata:
         return
     # Parametrizations are in neither. FSDP's first version has views in the first while a checkpoint recomputes.
-    held: Any = vars(module), module._parameters
-    own = {name: those[name] for name in ("weight", "bias") for those in held if name in those}
-    if isinstance(module, _INSTANCE_NORMS):  # whose node reads repeated ones
-        own = {name: parameter for name, parameter in own.items() if parameter is None}
     facts: dict[str, Any] = {"eps": getattr(module, "eps", None)}
-    copied = 0
-    for name, parameter in own.items():
+    copied, is_instance_norm = 0, isinstance(module, _INSTANCE_NORMS)
+    for name in ("weight", "bias"):
+        held: Any = module._parameters if name in module._parameters else vars(module)
+        parameter = held.get(name, region)
+        if parameter is region:
+            continue
         if parameter is None:
             facts[name] = None
-        elif may_be_freed(parameter):
+        elif is_instance_norm:  # its node reads repeated ones
+            continue
+        elif region.may_free(parameter):
             facts[name] = Stored(parameter.detach().clone(), None, region)
             copied += parameter.numel()
         elif name == "bias" and not parameter.requires_grad:  # else its node is behind the norm's
@@ -105,30 +101,45 @@ def _norm(make: Make, statistics: Sequence[str] = ()) -> Rule:
     """A norm whose node saves its input; and perhaps eps, as those of group norms did until torch 2.13."""
 
     def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
-        facts = node.metadata.get(_FACTS, {})
+        facts = node.metadata.get(_FACTS, _NO_FACTS)
         if facts is None:
             return None
-        names = [name for name in ("eps", "epsilon") if hasattr(node, SAVED + name)]
-        if not names and "eps" not in facts:
+        kind = type(node)
+        if kind not in _EPS:
+            _EPS[kind] = next((name for name in ("eps", "epsilon") if hasattr(node, SAVED + name)), None)
+        name = _EPS[kind]
+        if name is None and "eps" not in facts:
             return None
-        function = make(node, saved_number(node, names[0]) if names else facts["eps"])
+        function = make(node, facts["eps"] if name is None else saved_number(node, name))
         x = region.saved(node, "input")
         if function is None or x is None:
             return None
-        given = {name: _parameter(region, node, name, facts) for name in ("weight", "bias")}
-        if statistics and given["weight"] is None and results_of(node)[0].dtype.itemsize == 2:
+        names, operands = [], [x]
+        for name in ("weight", "bias", *statistics):
+            value = region.saved(node, name) if name in statistics else _parameter(region, node, name, facts)
+            if value is _UNKNOWN:
+                return None
+            if value is not None:
+                names.append(name)
+                operands.append(value)
+        if statistics and "weight" not in names and results_of(node)[0].dtype.itemsize == 2:
             return None  # its bits depend on the dtype of the running statistics
-        given |= {name: region.saved(node, name) for name in statistics}
-        given = {name: value for name, value in given.items() if value is not None}
-        return None if _UNKNOWN in given.values() else (partial(_replayed, function, (*given,)), (x, *given.values()))
+        return partial(_replayed, function, names), operands
 
     return rule
 
 
+#: By the class of a norm's node, the name under which it saves eps.
+_EPS: dict[type, str | None] = {}
+_NO_FACTS: dict[str, Any] = {}
+
+
 def _replayed(function: Callable[..., Tensor], names: Sequence[str], x: Tensor, *given: Tensor) -> Tensor:
-    # Autocast may have cast to float32 what the module holds in 16 bits.
-    wide = [t.to(torch.promote_types(t.dtype, x.dtype)) for t in given]
-    return function(x, **dict(zip(names, wide, strict=True)))
+    named = dict(zip(names, given, strict=True))
+    for name, tensor in named.items():
+        if tensor.dtype is not x.dtype:  # autocast may have cast to float32 what the module holds in 16 bits
+            named[name] = tensor.to(torch.promote_types(tensor.dtype, x.dtype))
+    return function(x, **named)
 
 
 def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> Any:
@@ -136,11 +147,11 @@ def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> A
     if name in facts:
         value: Value | None = facts[name]
         return _UNKNOWN if value is not None and value.is_edited else value
-    if is_sharded():
+    if region.is_sharded:
         return _UNKNOWN
-    if hasattr(node, RAW_SAVED + name):
-        is_there = getattr(node, RAW_SAVED + name).data is not None
-        return region.saved(node, name) or (_UNKNOWN if is_there else None)  # which was written to
+    raw = getattr(node, RAW_SAVED + name, None)
+    if raw is not None:
+        return region.saved(node, name) or (None if raw.data is None else _UNKNOWN)  # which was written to
     if len(node.next_functions) < 3:  # an RMS norm, which has no bias
         return None
     return region.parameter(node, 2) or region.behind(node, 2) or _UNKNOWN

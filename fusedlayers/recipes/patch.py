@@ -12,11 +12,11 @@ by another attribute, and one that has been removed calls what it replaced, wher
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -29,7 +29,7 @@ from .norms import is_norm, run_norm
 from .region import Region
 from .save_once import can_enter, current_region, enter_region
 
-Role = Callable[[Region, nn.Module, functools.partial[Any]], Any]
+Role = Callable[[Region, nn.Module, partial[Any]], Any]
 """From the region, the module, and its own forward pass with its arguments, to the result. It is a function of a
 module, for pickles of patches name it."""
 
@@ -127,35 +127,35 @@ class Patch:
         if module is not own and not (isinstance(module, nn.Module) and vars(module).get("forward") is self):
             module = self.module
         forward = self.replaced or type(module).forward.__get__(module)
-        if self.role is None and not self.recompute and (region := current_region()) and region.knows_parameters:
-            return forward(*args, **kwargs)
+        region = current_region()
+        if region is not None and region.knows_parameters and not self.recompute and self.is_attached:
+            role = self.role
+            return forward(*args, **kwargs) if role is None else role(region, module, partial(forward, *args, **kwargs))
         if not self.is_attached or not can_enter() or torchscript_state() is not None:
             return forward(*args, **kwargs)
-        run = functools.partial(self._saving_once, module, forward)
+        run = partial(self._saving_once, module, forward)
         return recomputed(run, module, args, kwargs, "all") if self.recompute else run(*args, **kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         forward: Callable[..., Any] | None = self.replaced
         if forward is None:  # no method: the compiler of torch 2.11 cannot bind one
-            forward = functools.partial(type(self.module).forward, self.module)
+            forward = partial(type(self.module).forward, self.module)
         is_kept = not self.is_attached or not self.recompute
         return forward(*args, **kwargs) if is_kept else recomputed(forward, self.module, args, kwargs, "all")
 
     def _saving_once(self, module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        run = functools.partial(forward, *args, **kwargs)
+        run = partial(forward, *args, **kwargs)
         region = current_region()
-        if region is not None:
-            if not region.knows_parameters:  # ``save_once`` is around it
-                region.begin(module, (*args, *kwargs.values()))
-            return self._by_role(region, module, run)
-        region = enter_region(module, (*args, *kwargs.values()))
+        is_new = region is None
+        if region is None:
+            region = enter_region(module, (*args, *kwargs.values()))
+        elif not region.knows_parameters:  # ``save_once`` is around it
+            region.begin(module, (*args, *kwargs.values()))
         try:
-            return self._by_role(region, module, run)
+            return run() if self.role is None else self.role(region, module, run)
         finally:
-            pop_saved_tensors_hooks()
-
-    def _by_role(self, region: Region, module: nn.Module, run: functools.partial[Any]) -> Any:
-        return run() if self.role is None else self.role(region, module, run)
+            if is_new:
+                pop_saved_tensors_hooks()
 
 
 def patches_of(model: nn.Module) -> list[Patch]:

@@ -13,14 +13,13 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 
-from .._torch import autocast_is_active, backward_pass, queue_callback, results_of
+from .._torch import autocast_is_active, backward_pass, queue_callback
 from ..ops.saved_buffers import unedited
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -61,9 +60,13 @@ class Value:
         version: of the tensor that it stands for, when that was saved.
         cloned: the sequence number of the ``clone`` that made it, or -1.
         operands: the values that it is made of.
+        is_kept: whether it reads its operands once for all readers, and never where there is none.
+        unpack: the hook that brings a stored tensor back, perhaps laid out otherwise.
     """
 
     operands: Sequence[Value] = ()
+    is_kept = False
+    unpack: Callable[[Any], Tensor] | None = None
     depth = 0
     readers = 0
     version = 0
@@ -79,8 +82,12 @@ class Value:
     def claim(self) -> None:
         """There is one reader more."""
         self.readers += 1
-        for value in self.operands:
-            value.claim()
+        if self.readers == 1 or not self.is_kept:
+            for value in self.operands:
+                if value.operands:
+                    value.claim()
+                else:
+                    value.readers += 1
 
     def get(self) -> Tensor:
         """The tensor, for one reader."""
@@ -137,14 +144,11 @@ class Stored(Value):
     """
 
     _layout: Layout | None = None
-    unpack: Callable[[Any], Tensor] | None = None
     strides: tuple[int, ...] | None = None
-    nbytes = 0
+    _nbytes = 0
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:
         self.region, self.version = region, tensor._version
-        if tensor.layout is torch.strided:
-            self.nbytes = tensor.nbytes
         if hooks is None:
             # Detached, for a tensor that an operation in place has made its own result would hold its own node.
             self.packed: Any = tensor if tensor.grad_fn is None else tensor.detach()
@@ -153,7 +157,7 @@ class Stored(Value):
         if isinstance(node, BackwardCFunction):  # which a hook that returns what it gets would hold for ever
             tensor = tensor.detach()
         if tensor.layout is torch.strided:
-            self._layout = tensor.size(), tensor.stride()
+            self._layout, self._nbytes = (tensor.size(), tensor.stride()), tensor.nbytes
         self.unpack, self.packed = hooks[1], hooks[0](tensor)
 
     def get(self) -> Tensor:
@@ -170,6 +174,11 @@ class Stored(Value):
 
     def recorded(self) -> Tensor:
         return laid_out(self.get(), self._layout)
+
+    @property
+    def nbytes(self) -> int:
+        is_here = self.unpack is None and not self.operands and self.packed.layout is torch.strided
+        return self.packed.nbytes if is_here else self._nbytes
 
     @property
     def is_edited(self) -> bool:
@@ -199,35 +208,36 @@ class Recipe(Value):
         nbytes: of the tensor that is not saved.
     """
 
+    is_kept = True
     layout: Layout | None = None
     nbytes = 0
 
-    def __init__(self, node: Any, function: Callable[..., Tensor], operands: Sequence[Value], region: object) -> None:
-        self.region, self.made_by, self.dtype = region, node.name(), results_of(node)[0].dtype
-        self.depth = (self.made_by not in VIEWS) + max([value.depth for value in operands])
+    def __init__(
+        self, made_by: str, dtype: torch.dtype, function: Callable[..., Tensor], operands: Sequence[Value], region: Any
+    ) -> None:
+        self.region, self.made_by, self.dtype = region, made_by, dtype
+        depth = operands[0].depth if len(operands) == 1 else max([value.depth for value in operands])
+        self.depth = depth + (made_by not in VIEWS)
         self._function, self.operands = function, operands
-
-    def claim(self) -> None:
-        if self.readers:
-            self.readers += 1
-        else:  # a recipe that nobody reads reads nothing
-            super().claim()
 
     def _make(self) -> Tensor:
         if torch.is_grad_enabled():  # for gradients of gradients
             with torch.no_grad():
                 return self._make()
-        given = [value.recorded() for value in self.operands]
-        for tensor in given if stream_of(given[0]) else ():  # its memory is free again when this stream has read it
+        given = [value.get() if value.unpack is None else value.recorded() for value in self.operands]
+        x, function = given[0], self._function
+        for tensor in given if x.is_cuda and stream_of(x) else ():  # its memory is free when this stream has read it
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
         # Memory that is taken anew is zeroed page by page: 1.7 ms for 25 MB of relu, .5 over its operand.
-        first = self.operands[0]
-        is_new = (
-            first.readers == 1 and isinstance(first, Recipe) and "Norm" in first.made_by
-        )  # others may return a view
-        function = _IN_PLACE.get(self._function) if is_new else None
-        with torch.autocast(given[0].device.type, enabled=False) if autocast_is_active() else nullcontext():
-            tensor = (function or self._function)(*given)
+        if function in _IN_PLACE:
+            first = self.operands[0]
+            if first.readers == 1 and isinstance(first, Recipe) and "Norm" in first.made_by:  # others may return a view
+                function = _IN_PLACE[function]
+        if autocast_is_active():
+            with torch.autocast(x.device.type, enabled=False):
+                tensor = function(*given)
+        else:
+            tensor = function(*given)
         return laid_out(tensor if tensor.dtype is self.dtype else tensor.to(self.dtype), self.layout)
 
     def stands_for(self, tensor: Tensor) -> None:
@@ -244,8 +254,9 @@ class View(Value):
 
     def get(self) -> Tensor:
         size, stride, offset = self._layout
-        source = self.operands[0].recorded()
-        return source.as_strided(size, stride, source.storage_offset() + offset)
+        whole = self.operands[0]
+        source = whole.get() if whole.unpack is None else whole.recorded()
+        return source.as_strided(size, stride, source.storage_offset() + offset if offset else None)
 
     @property
     def is_edited(self) -> bool:

@@ -12,6 +12,7 @@ checkpoint's border.
 from __future__ import annotations
 
 import math
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -38,14 +39,15 @@ from ..utils.module_state import modules_in
 from . import masks
 from .leaves import result_of_leaf
 from .masks import Mask, mask_of, may_be_mask
-from .norms import may_be_freed
-from .recipe import Hooks, Recipe, Stored, Value, View
+from .norms import is_sharded
+from .recipe import VIEWS, Hooks, Recipe, Stored, Value, View
 from .replays import REPLAYS, RESULTS, with_options
 
 #: Smaller tensors are saved as they are: a replay would take longer than it is worth.
 LEAST_BYTES = 1 << 14
 #: Replays one behind the other, at most.
 DEPTH = 4
+_VERSION = operator.attrgetter("_version")
 #: Where a node's metadata has what its first result is packed as, weakly.
 _RESULT = "fusedlayers.result"
 
@@ -62,12 +64,13 @@ class Region:
     Attributes:
         hooks: those that were there before; they get what is saved.
         knows_parameters: whether recipes may be made of a model's parameters.
+        is_sharded: whether ``fully_shard`` has been used when the region began.
         log: what is packed while a leaf runs (``leaves.py``); None while none does.
         has_leaves: whether one has run.
     """
 
     def __init__(self, hooks: Hooks | None) -> None:
-        self.hooks, self.knows_parameters = hooks, False
+        self.hooks, self.knows_parameters, self.is_sharded = hooks, False, is_sharded()
         self._is_checkpointed = hooks is not None and is_under_checkpoint()
         self._made = sequence_number()
         self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Stored]]] = {}
@@ -92,14 +95,25 @@ class Region:
             if found is None:
                 found = _HOLDERS[model] = [weakref.ref(module) for module in modules_in(model) if module._parameters]
             held = [p for ref in found if (module := ref()) is not None for p in module._parameters.values()]
-            self._versions = {id(p): p._version for p in held if p is not None and not p.is_inference()}
+            try:
+                self._versions = dict(zip(map(id, held), map(_VERSION, held), strict=True))
+            except (AttributeError, RuntimeError):  # some are None, or inference tensors, which have no version
+                self._versions = {id(p): p._version for p in held if p is not None and not p.is_inference()}
+        self.is_sharded = is_sharded()
+
+    def may_free(self, parameter: Tensor) -> bool:
+        """Whether a parameter may be freed after the forward pass of its part of the model: by ``fully_shard``, by
+        FSDP's first version, whose parameters are views of another one, or by DeepSpeed's ZeRO-3, which numbers them.
+        """
+        return type(parameter) is not nn.Parameter or self.is_sharded or hasattr(parameter, "ds_id")
 
     @staticmethod
     def can_replay(tensor: Tensor) -> bool:
         """Whether a tensor is worth a replay, and sizes and strides say all of it."""
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
             return False
-        return tensor.nbytes >= LEAST_BYTES and not tensor.is_conj() and not tensor.is_neg()
+        is_itself = tensor._base is None or not (tensor.is_conj() or tensor.is_neg())
+        return is_itself and tensor.nbytes >= LEAST_BYTES
 
     def known(self, tensor: Tensor) -> Value | None:
         """The value that a whole tensor was packed as, or made of, before."""
@@ -113,7 +127,7 @@ class Region:
         """The value that a node keeps in the place of a tensor."""
         if tensor.grad_fn is not None:
             value = self.value_of(tensor)
-        elif may_be_mask(tensor) and (mask := self._mask_of(tensor)) is not None:
+        elif tensor.numel() >= masks.LEAST_BYTES >> 2 and may_be_mask(tensor) and (mask := self._mask_of(tensor)):
             value = mask
         elif self.hooks is None or self._is_checkpointed:  # a parameter, or a node's own
             value = Stored(tensor, self.hooks, self)
@@ -160,7 +174,7 @@ class Region:
     def _mask_of(self, tensor: Tensor) -> Value | None:
         """The bits of a mask, which all who save it share; None where it belongs to the caller or to the model."""
         whole = tensor if tensor._base is None else tensor._base
-        if not self.knows_parameters or tensor.nbytes < masks.LEAST_BYTES or whole.dtype is not tensor.dtype:
+        if not self.knows_parameters or whole.dtype is not tensor.dtype:
             return None
         if whole.storage_offset():
             return None
@@ -253,10 +267,10 @@ class Region:
             return None
         leaf: Any = maker.variable  # as it was when the region began, and so when the node read it
         version = self._versions.get(id(leaf))
-        if version is None and isinstance(leaf, nn.Parameter) and self._model is not None:
+        if version is None and type(leaf) is nn.Parameter and self._model is not None:
             _HOLDERS.pop(self._model(), None)  # type: ignore[arg-type]  # it has come since: the next region looks again
         is_same = leaf._version == version and number_of(node) >= self._began
-        return Stored(leaf, None, self) if is_same and not may_be_freed(leaf) else None
+        return Stored(leaf, None, self) if is_same and not self.may_free(leaf) else None
 
     def read(self, node: Any, name: str, edge: int) -> Value | None:
         """The value that a node has read: it has saved it, or else the node behind the edge has made it."""
@@ -268,7 +282,7 @@ class Region:
         if not isinstance(packed, Value) or packed.region is not self or packed.is_edited:
             return None
         source = packed.source
-        if type(source) is not Stored or type(source.packed) is not nn.Parameter or not may_be_freed(source.packed):
+        if type(source) is not Stored or type(source.packed) is not nn.Parameter or not self.may_free(source.packed):
             return source
         parameter = source.packed  # it may be freed before a replay reads it, or has been
         is_there = parameter.untyped_storage().nbytes() > 0
@@ -278,7 +292,8 @@ class Region:
 
     def _known(self, node: Any) -> Value | None:
         """The value that the node's first result was packed as, or made of, before."""
-        value = result_of(node)
+        ref = node.metadata.get(_RESULT)
+        value: Value | None = None if ref is None else ref()
         return value if value is not None and value.region is self else None
 
     def _set_result(self, node: Any, value: Value, version: int) -> None:
@@ -305,7 +320,7 @@ class Region:
             rule = getattr(kind, "replay", None) if kind is not None and issubclass(kind, Node) else None
         recipe: Recipe | None = None
         if rule is not None:
-            recipe = self._by_rule(rule, node, result)
+            recipe = self._by_rule(rule, name, node, result)
         elif _OWN.get(name, name) is not None and (own := self._own_result(name, node, result)) is not None:
             return own
         if recipe is None:
@@ -316,27 +331,25 @@ class Region:
         self._set_result(node, recipe, recipe.version)
         return recipe
 
-    def _by_rule(self, rule: Any, node: Any, result: Tensor | None) -> Recipe | None:
+    def _by_rule(self, rule: Any, name: str, node: Any, result: Tensor | None) -> Recipe | None:
         """The replay of a node's first result by a rule."""
         self._nesting += 1
         try:
             replay = rule(self, node, result)
         except (AttributeError, TypeError) as error:  # this torch's node has other names
-            _switch_off(node.name(), error)
+            _switch_off(name, error)
             return None
         finally:
             self._nesting -= 1
-        if replay is None:
+        if replay is None or not replay[1]:
             return None
         function, operands = replay
-        if not operands or max([value.depth for value in operands]) >= DEPTH:
-            return None
-        version = _writes_to_result(node, operands[0])
-        if result is not None and result._version != version:
-            return None
-        recipe = Recipe(node, function, operands, self)
-        recipe.version = version
-        return recipe
+        dtype = results_of(node)[0].dtype if result is None else result.dtype
+        recipe = Recipe(name, dtype, function, operands, self)
+        if operands[0].cloned >= 0 or name not in REPLAYS:
+            recipe.version = _writes_to_result(node, operands[0])
+        is_deep = recipe.depth - (name not in VIEWS) >= DEPTH
+        return None if is_deep or (result is not None and result._version != recipe.version) else recipe
 
     def _own_result(self, name: str, node: Any, result: Tensor | None) -> Value | None:
         """The result that a node without a rule has saved itself, as softmax and attention do."""
@@ -359,13 +372,14 @@ class Region:
         self._nesting -= 1
         if not isinstance(own, Stored) or z is None or z.depth >= DEPTH:
             return own
-        function, *options = RESULTS[node.name()]
+        name = type(node).__name__
+        function, *options = RESULTS[name]
         try:
             function = with_options(function, node, options)
         except (AttributeError, TypeError) as error:  # this torch's node has other names
-            _switch_off(node.name(), error)
+            _switch_off(name, error)
             return own
-        recipe = Recipe(node, function, (z,), self)
+        recipe = Recipe(name, results_of(node)[0].dtype, function, (z,), self)
         self._set_result(node, recipe, own.version)
         own.become(recipe)
         return recipe

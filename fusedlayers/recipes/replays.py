@@ -113,8 +113,7 @@ def _max_pool(region: Region, node: Any, result: Tensor | None) -> Replay | None
     names = "kernel_size", "stride", "padding", "dilation", "ceil_mode"
     pool: Any = with_options(F.max_pool2d_with_indices, node, names)  # type: ignore[arg-type]  # it returns two
     if isinstance(own, Stored):
-        indices = Recipe(node, lambda x: pool(x)[1], (x,), region)
-        indices.dtype = torch.int64
+        indices = Recipe(node.name(), torch.int64, lambda x: pool(x)[1], (x,), region)
         own.become(indices)
     return (lambda x: pool(x)[0]), (x,)
 

@@ -27,9 +27,9 @@ from .._torch import (
     warn_if_untested,
 )
 from ..utils.caching import in_clean_state
-from .leaves import is_running_again
 from .recipe import Hooks
 from .region import LEAST_BYTES, Region
+from .second_run import is_running_again
 
 #: Calls ``value.get()`` without a Python frame of its own.
 _UNPACK = operator.methodcaller("get")
@@ -142,5 +142,5 @@ def _gradients_are_the_same() -> bool:
 @functools.cache
 def _never_compile_hooks() -> None:
     """``torch.compiler.disable`` would add 2 us to each call of theirs."""
-    for module in ("region", "recipe", "replays", "norms", "leaves", "masks"):
+    for module in ("region", "recipe", "replays", "norms", "leaves", "second_run", "masks"):
         never_compile(f"{__package__}.{module}")

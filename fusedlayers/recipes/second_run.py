@@ -1,0 +1,202 @@
+"""A leaf's second run (``leaves.py``): the call, and the tensors that backward reads of it.
+
+The module's forward pass runs again on its arguments, under hooks that hand out what its nodes save, in order. It stops
+behind the last tensor that is needed, and runs once in a backward pass, for all readers together.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from .._torch import autocast_is_active, backward_pass, queue_callback
+from ..ops.saved_buffers import EDITED
+from .recipe import Recipe, Value, laid_out, stream_of
+
+if TYPE_CHECKING:
+    from .leaves import Leaf
+
+Packed = tuple[Value, Tensor]
+Log = Sequence[Packed]
+"""What was packed while a leaf ran, in order."""
+
+#: In the place of the number of a saved tensor: the result.
+RESULT = -1
+_ADVICE = (
+    "A module without children, as an activation, is run again where that frees memory, and has to compute the same; "
+    "fl.unfuse(module) leaves it to PyTorch."
+)
+_running = threading.local()
+
+
+def is_running_again() -> bool:
+    """Whether a leaf is run again in this thread, so that nothing within it may be spared."""
+    return getattr(_running, "is_again", False)
+
+
+class Call:
+    """A call of a leaf: the leaf as it was, and how it was called.
+
+    Attributes:
+        leaf: what the call has found in the module.
+    """
+
+    def __init__(self, leaf: Leaf, function: Any, tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+        self.leaf, self._function, self._versions = leaf, function, versions[: len(leaf.tensors)]
+        self._trained = [t.requires_grad for t in tensors]
+        self._autocast = None
+        if autocast_is_active():
+            kind = tensors[0].device.type
+            self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+    def again(self, tensors: Sequence[Tensor]) -> Any:
+        """The result for these arguments.
+
+        Raises:
+            RuntimeError: a tensor of the module was written to since.
+        """
+        if [t._version for t in self.leaf.tensors] != self._versions:
+            raise RuntimeError(f"{EDITED}: it belongs to a {self.name}, which backward runs again. {_ADVICE}")
+        args, kwargs = [*self.leaf.args], {**self.leaf.kwargs}
+        for place, tensor, is_trained in zip(self.leaf.places, tensors, self._trained, strict=True):
+            (args if isinstance(place, int) else kwargs)[place] = tensor.detach().requires_grad_(is_trained)
+        is_on, dtype = self._autocast or (False, None)
+        kind = tensors[0].device.type
+        autocast = torch.autocast(kind, dtype, is_on) if self._autocast or autocast_is_active() else nullcontext()
+        with torch.enable_grad(), autocast:
+            return self._function(self.leaf.module, *args, **kwargs)
+
+    @property
+    def name(self) -> str:
+        return type(self.leaf.module).__name__
+
+
+class Frame(Value):
+    """The second run of a leaf's call, for all who read what it makes: the tensors that its nodes save, by their
+    numbers, and its result.
+
+    Attributes:
+        wholes: the numbers of views in whose place the whole tensor is handed out.
+    """
+
+    is_kept = True
+
+    def __init__(self, call: Call, arguments: Sequence[Value], region: object, log: Log = ()) -> None:
+        super().__init__(region)
+        self.call, self.operands, self.depth = call, arguments, 1 + max([value.depth for value in arguments])
+        self.readers_of: Counter[int] = Counter()
+        self.wholes: set[int] = set()
+        self._layouts = {number: (tensor.shape, tensor.dtype) for number, (_, tensor) in enumerate(log)}
+        self._readers_left: Counter[int] = Counter()
+        self._made: dict[int, Tensor] = {}
+
+    def expect(self, number: int, tensor: Tensor) -> None:
+        """The second run must make a tensor like this one."""
+        self._layouts[number] = tensor.shape, tensor.dtype
+
+    def part(self, number: int) -> Tensor:
+        """One of the tensors, for one reader. A backward pass runs the leaf once."""
+        current = backward_pass()
+        if current == -1:
+            return self._run({number})[number]
+        if current != self._pass:
+            self._pass, self._readers_left, self._made = current, self.readers_of.copy(), {}
+            queue_callback(functools.partial(_forget, weakref.ref(self)))
+        if number not in self._made:
+            self._made |= self._run({number, *+self._readers_left})
+            self._stream = stream_of(self._made[number])
+        tensor = self._made[number]
+        if stream_of(tensor) != self._stream:  # it may not be there yet for this reader's stream
+            return self._run({number})[number]
+        self._readers_left[number] -= 1
+        if self._readers_left[number] <= 0:
+            del self._made[number]
+        return tensor
+
+    def _run(self, wanted: set[int]) -> dict[int, Tensor]:
+        """Run the leaf, until all of these are there."""
+        found: dict[int, Tensor] = {}
+        numbers, last = itertools.count(), max(wanted) if RESULT not in wanted else None
+
+        def pack(tensor: Tensor) -> None:
+            number = next(numbers)
+            self._check(number, tensor)
+            if number in wanted:
+                base = tensor._base if number in self.wholes else None
+                found[number] = (tensor if base is None else base).detach()
+            if number == last:
+                raise _Enough
+
+        given = [value.recorded() for value in self.operands]
+        _running.is_again = True
+        try:
+            with saved_tensors_hooks(pack, _nothing):
+                y = self.call.again(given)
+            if isinstance(y, Tensor):
+                found[RESULT] = (y if y._base is None else y._base).detach()
+                self._check(RESULT, found[RESULT])
+        except _Enough:
+            pass
+        finally:
+            _running.is_again = False
+        for number in wanted - found.keys():
+            self._check(number, None)
+        return found
+
+    def _check(self, number: int, tensor: Tensor | None) -> None:
+        """Raise an error where the second run makes something else than the first."""
+        expected, made = self._layouts.get(number), None if tensor is None else (tensor.shape, tensor.dtype)
+        is_view = tensor is not None and tensor._base is not None
+        if made != (expected or made) or made is None or (number in self.wholes and not is_view):
+            raise RuntimeError(
+                f"{self.call.name}: backward ran this module again, and it computed something else: "
+                f"{made or 'nothing'} in the place of {expected}. {_ADVICE}"
+            )
+
+
+class Part(Recipe):
+    """One tensor that a second run makes.
+
+    Attributes:
+        made_by: the leaf's class; ``layout``, ``nbytes``, ``dtype``: as a recipe's.
+    """
+
+    def __init__(self, frame: Frame, number: int, tensor: Tensor | None, made_by: str) -> None:
+        self.region, self.depth, self.operands = frame.region, frame.depth, (frame,)
+        self._frame, self._number, self.made_by = frame, number, f"{frame.call.name} ({made_by})"
+        if tensor is not None:
+            self.stands_for(tensor)
+            frame.expect(number, tensor)
+
+    def claim(self) -> None:
+        self.readers += 1
+        self._frame.readers_of[self._number] += 1
+        self._frame.claim()
+
+    def get(self) -> Tensor:
+        return laid_out(self._frame.part(self._number), self.layout)
+
+
+class _Enough(BaseException):  # no error, which code may catch: it ends a run
+    """All that a backward pass reads is there."""
+
+
+def _forget(reference: weakref.ref[Frame]) -> None:
+    """Behind a backward pass."""
+    frame = reference()
+    if frame is not None:
+        frame._made = {}
+
+
+def _nothing(packed: Any) -> Any:
+    raise AssertionError("nobody runs backward through a second run")
