@@ -5,8 +5,6 @@ that no batch is taken from the trainer's data, and that its autocast and casts 
 them, because a training step may call a part of the model; all are removed at that call.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from typing import Any

@@ -1,7 +1,5 @@
 """Where the arithmetic is done: ``choose`` picks a backend."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging

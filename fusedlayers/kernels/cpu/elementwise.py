@@ -8,8 +8,6 @@
   them, users' functions from their input, and activations that read other tensors.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -5,8 +5,6 @@ and activations that read other tensors, run as a program of their trace (``trac
 activation's function, or its derivative, in float32 or wider, chunk by chunk (``chunks.py``).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 
