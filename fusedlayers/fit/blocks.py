@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import tree_leaves
-from ..recipes.fuse import fuse, unfuse
+from ..recipes.fuse import fuse
 from ..recipes.patch import patch_of, patches_of
 from ..utils.step import Step, now
 from .budget import Measurement, Of, Training, everyone
@@ -69,10 +69,6 @@ class Blocks(list[Block]):
             patch.recompute = module in recomputed
             if patch_of(module) is None:
                 patch.attach()
-
-    def as_it_was(self) -> None:
-        """Let the model be as PyTorch trains it."""
-        unfuse(self.model)
 
     def find(self, step: Step) -> Tensor:
         """Fill the list by a forward pass, whose loss is returned. It need not fit without recomputation: the children

@@ -169,7 +169,7 @@ def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
     gradients: list[Tensor | None] = []
 
     def as_it_was() -> int | None:
-        blocks.as_it_was()
+        unfuse(blocks.model)
         try:
             gradients[:] = training.gradients()
             return training.bytes()
@@ -201,7 +201,7 @@ def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
                 "numbers that are not PyTorch's; fuse(model) recomputes none"
             )
         switches = [telling(partial(blocks.save, plan.saved), within(on_stage, 0.5, 1))]
-        switches += [] if eager_bytes is None else [blocks.as_it_was]
+        switches += [] if eager_bytes is None else [partial(unfuse, blocks.model)]
         time_ms, *eager_ms = training.together(lambda: training.times_ms(switches))[0]
     notes = [] if blocks or blocks.skipped else [f"Nothing is recomputed: {NO_BLOCKS}."]
     if eager_bytes is None:

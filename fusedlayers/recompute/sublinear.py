@@ -4,10 +4,7 @@ Memory Cost").
 The first forward pass in training measures the children (``child_costs.py``) and plans the segments (``segments.py``);
 each segment is a checkpoint (``recompute.py``). Training costs at most one more forward pass for each backward pass,
 and the measurement one, or two if results of products may be saved. What the children write to attributes while they
-are measured stays.
-
-A plan holds for inputs up to the size that was measured; for smaller ones it recomputes more than it need. A larger one
-is measured anew.
+are measured stays. For inputs smaller than those measured, a plan recomputes more than it need.
 """
 
 import functools
