@@ -21,7 +21,7 @@ COMMANDS = {
     "overhead": ("overhead", "what small calls cost beyond eager's, on one thread"),
     "accuracy": ("accuracy", "errors of output and derivative against float64, beside eager's"),
     "readme": ("report", "write the README's tables from bench/results, or check them"),
-    "gpu-check": ("gpu_check", "whether the kernels are right on this GPU, and what they take; two halves"),
+    "gpu-check": ("gpu.check", "whether the kernels are right on this GPU, and what they take; two halves"),
 }
 
 
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
                 command.set_defaults(main=module.main)
     options = parser.parse_args(argv)
     if "BENCH_GPU" in os.environ:  # gpu-check has started this
-        from .gpu_items import prepare
+        from .gpu.items import prepare
 
         prepare()
     return int(options.main(options))

@@ -268,6 +268,52 @@ def _setup(row: dict[str, Any]) -> str:
     return f"**{saved}**, {peak}, {_ratio(ours)}"
 
 
+#: The README's table: a row for setups that are alike, each with its label and its test.
+WORKS_WITH: tuple[dict[str, tuple[str, str]], ...] = (
+    {"float32": ("float32", "save_once"), "bfloat16": ("bfloat16", "save_once")},
+    {"autocast": ("autocast", "save_once"), "autocast, bfloat16 weights": ("with bfloat16 weights", "save_once")},
+    {
+        "LoRA on q and v, autocast": ("under autocast LoRA on q and v", "fuse_training"),
+        "LoRA on all, autocast": ("on all projections", "fuse_training"),
+        "last block trained, autocast": ("only the last block trained", "save_once"),
+    },
+    {
+        "checkpoints of all blocks": ("checkpoints of all blocks", "fuse"),
+        "checkpoints of every second block": ("of every second", "fuse"),
+        "selective checkpoints": ("selective ones", "save_once"),
+    },
+    {
+        "DDP, autocast": ("DDP, autocast", "save_once_distributed"),
+        "FSDP2": ("FSDP2", "save_once_distributed"),
+        "EMA copy": ("EMA copy", "fuse"),
+    },
+    {"save_on_cpu": ("`save_on_cpu` (peak)", "save_once")},
+)
+
+
+def works_with_table(run: dict[str, Any]) -> str:
+    """The setups in short: saved bytes after ``fuse``, as shares of PyTorch's; peaks where PyTorch saves none."""
+    found = {(row["setup"], row["model"]): _share(row) for row in run["cases"]}
+    models = dict.fromkeys(row["model"] for row in run["cases"])
+    rows = []
+    for setups in WORKS_WITH:
+        cells = ["; ".join(f"[{label}](tests/test_{test}.py)" for label, test in setups.values())]
+        for model in models:
+            of_model = [found.get((setup, model), "not measured") for setup in setups]
+            reasons_once = [cell for i, cell in enumerate(of_model) if cell[-1].isdigit() or cell not in of_model[:i]]
+            cells.append("; ".join(reasons_once))
+        rows.append(cells)
+    return markdown(["Saved bytes, as a share of PyTorch's", *models], rows)
+
+
+def _share(row: dict[str, Any]) -> str:
+    eager, ours = _variants(row, "eager", "fusedlayers")
+    if "saved_bytes" not in ours:
+        return _setup(row)
+    key = "saved_bytes" if eager["saved_bytes"] else "peak_bytes"
+    return f"{ours[key] / eager[key]:.2f}".lstrip("0")
+
+
 #: How a document says what a variant of ``bench peers`` is, and what it keeps of the blocks' hidden tensors.
 PEERS = {
     "eager": ("PyTorch", "inputs and outputs of operations"),
@@ -391,9 +437,9 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "models": partial(_tables, subject="models", table=models_table),
     "setups": partial(_tables, subject="setups", table=setups_table),
+    "works_with": partial(_tables, subject="setups", table=works_with_table, most=1),
     "saved": partial(_tables, subject="saved", table=saved_table),
     "overhead": partial(_tables, subject="overhead", table=small_calls_table),
     "overview": overview_table,
     "peers": partial(_tables, subject="peers", table=peers_table),
-    "peers_first": partial(_tables, subject="peers", table=peers_table, most=1),
 }

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.append(str(Path(__file__).parents[1]))
 
 import fusedlayers as fl
-from bench import fake_gpu
+from bench.gpu import fake as fake_gpu
 
 
 class Operators(TorchDispatchMode):

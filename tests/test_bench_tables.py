@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import overview, report, tables
+from bench import overview, report, setups, tables
 from bench.__main__ import main as bench_main
 
 
@@ -184,6 +185,39 @@ def test_the_peers_table(tmp_path: Path) -> None:
         "| optiacts | outputs and a bit for each element | 6.0, 20, 1.10x, dx errs by 5e-03 |  |",
         "| **`fl.fuse`** | inputs of activations; the factors of products | 6.0, 20, 0.90x | 6.0, 20, 0.90x |",
     ]
+
+
+def test_the_table_of_setups_in_short(tmp_path: Path) -> None:
+    """Reasons once, peaks where PyTorch saves nothing, and which cells have no figure."""
+
+    def row(setup: str, saved: int, peak: int, eager: int = 100) -> dict[str, Any]:
+        bytes_of = {"eager": (eager, 200), "fusedlayers": (saved, peak)}
+        keys = "saved_bytes", "peak_bytes"
+        variants = {name: dict(zip(keys, found, strict=True)) for name, found in bytes_of.items()}
+        return {"setup": setup, "model": "BERT", "variants": variants}
+
+    cases = [row("float32", 63, 150), row("bfloat16", 50, 150), row("save_on_cpu", 0, 140, eager=0)]
+    cases.append(row("checkpoints of all blocks", 75, 150))
+    for setup in ("checkpoints of every second block", "selective checkpoints"):
+        cases.append({"setup": setup, "model": "BERT", "variants": {}, "unsuited": "no such switch"})
+    commit(a_run(cases), "setups", tmp_path)
+    lines = tables.TABLES["works_with"](tmp_path).splitlines()
+    assert lines[2] == "| Saved bytes, as a share of PyTorch's | BERT |"
+    cells = dict(line.strip("| ").split(" | ") for line in lines[4:])
+    assert {re.sub(r"\[(.*?)\]\(.*?\)", r"\1", label): cell for label, cell in cells.items()} == {
+        "float32; bfloat16": ".63; .50",
+        "autocast; with bfloat16 weights": "not measured",
+        "under autocast LoRA on q and v; on all projections; only the last block trained": "not measured",
+        "checkpoints of all blocks; of every second; selective ones": ".75; no such switch",
+        "DDP, autocast; FSDP2; EMA copy": "not measured",
+        "`save_on_cpu` (peak)": ".70",
+    }
+
+
+def test_every_setup_is_in_the_short_table_or_left_to_the_compiler() -> None:
+    shown = {setup for row in tables.WORKS_WITH for setup in row}
+    assert {*setups.SETUPS} - shown == {"checkpoints of all blocks, autocast", "blocks compiled"}
+    assert shown <= {*setups.SETUPS}
 
 
 def test_the_fit_table(tmp_path: Path) -> None:

@@ -174,7 +174,7 @@ def test_adapters(when: str) -> None:
 ON_A_GPU = """
 import json, torch
 from torch import nn
-from bench import fake_gpu
+from bench.gpu import fake as fake_gpu
 from bench.overhead import Own
 from bench.zoo import TransformerBlock
 import fusedlayers as fl

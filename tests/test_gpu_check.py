@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import fusedlayers as fl
-from bench import ROOT, gpu_check, gpu_items
-from bench.gpu_check import Check
+from bench import ROOT
+from bench.gpu import check as gpu_check
+from bench.gpu import items as gpu_items
+from bench.gpu.check import Check
 
 pytest.importorskip("triton")
 

@@ -293,6 +293,45 @@ def test_modules_that_write_to_buffers_or_draw_numbers_run_once(leaf: nn.Module,
         assert len(leaf.runs) == 1
 
 
+class Drawing(NewGELU):
+    """It draws numbers where ``p`` says so, in a function of another name."""
+
+    p = 0.0
+
+    def forward(self, x: Tensor, factor: Tensor | None = None, p: float = 0.0, other: Tensor | None = None) -> Tensor:
+        x = x if factor is None else x * factor
+        x = x if other is None else x + other
+        return super().forward(_noisy(x, self.p + p))
+
+
+def _noisy(x: Tensor, p: float) -> Tensor:
+    return x + p * torch.rand_like(x) if p else x
+
+
+def test_each_way_to_call_a_leaf_is_looked_at(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
+    """Where a call finds another attribute or code, or has other arguments, than the calls before it."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.leaf, self.last = nn.Linear(WIDTH, WIDTH), Drawing(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            y = self.leaf(h, h.sigmoid()) + self.leaf(h, other=h.sigmoid()) + self.leaf(h, p=0.0)
+            y = y + self.leaf(h, None, 0.5) + self.leaf(h, None, 0.0)
+            return self.last(y)  # type: ignore[no-any-return]
+
+    twice, once = Twice(), between_layers(Drawing())
+    for model, leaf in ((twice, twice.leaf), (once, once[1])):
+        fl.fuse(model)
+        for p in (0.0, 0.5, 0.0):
+            leaf.p = p
+            assert same(model, x) and same(model, x)
+    monkeypatch.setattr(Drawing, "forward", lambda self, x: _noisy(x.sin() * x.exp(), 0.5))
+    assert same(once, x)
+
+
 def test_modules_that_multiply_matrices_run_once(x: Tensor) -> None:
     class Attention(Counted):
         def forward(self, x: Tensor) -> Tensor:

@@ -437,6 +437,39 @@ def test_no_graph_is_kept(x: Tensor) -> None:
     assert [ref() for ref in kept] == [None] * 2
 
 
+# --- large batches ----------------------------------------------------------------------------------------------------
+
+
+def transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, activation="gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+
+def convolutions() -> nn.Module:
+    layers = [nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 3), nn.GELU()]
+    return nn.Sequential(*layers, nn.Dropout(0.2))
+
+
+@pytest.mark.parametrize("is_cast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize("is_fused", [False, True], ids=["PyTorch", "fuse"])
+@pytest.mark.parametrize(("make", "shape"), [(transformer, (256, 64)), (convolutions, (64, 48, 48))])
+def test_two_small_batches_tell_what_a_large_one_saves(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], is_fused: bool, is_cast: bool
+) -> None:
+    model = make()
+    if is_fused:
+        fl.fuse(model)
+
+    def saved(batch: int) -> int:
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+            return fl.memory_report(model, torch.randn(batch, *shape)).saved_bytes
+
+    small, double = saved(2), saved(4)
+    predicted = small + (12 - 2) * (double - small) / 2
+    assert saved(12) == pytest.approx(predicted, rel=1e-3)
+    assert small < double / 1.5  # most of it grows
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -452,7 +485,11 @@ META = mlp().to("meta")
         (lambda: report_of(3, X), TypeError, "^memory_report: model must be a module or a function, got int; pass the"),
         (lambda: report_of(MODEL, X, X), TypeError, r"^memory_report: inputs must be one tuple .*\(model, \(x, y\)\)$"),
         (lambda: report_of(nn.Linear, X), TypeError, "must be an instance, Linear"),
-        (lambda: report_of(META, X), ValueError, "got tensors on meta, but can measure only on cpu and cuda; move"),
+        (
+            lambda: report_of(META, X),
+            ValueError,
+            "got tensors on meta, but can measure only on cpu and cuda; move .* there, with a small",
+        ),
         (lambda: torch.no_grad()(report_of)(MODEL, X), ValueError, "gradients are switched off here; call it outside"),
         (lambda: report_of(FROZEN, X), ValueError, r"of shape \(256, 32\) that does not .* 4 parameters are frozen"),
         (lambda: report_of(lambda x: [None], X), ValueError, "list with 0 tensors in it.*let a parameter or an input"),

@@ -90,6 +90,18 @@ def test_versions_are_those_of_the_metadata() -> None:
     assert {row["python"] for row in rows_of(jobs["package"])} == {pythons[0], pythons[-1]}
 
 
+def test_a_release_is_built_as_it_is_tested_and_one_job_may_publish_it() -> None:
+    workflow = loaded(".github", "workflows", "publish.yml")
+    assert workflow[True] == {"release": {"types": ["published"]}}  # YAML reads "on" as true
+    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
+    commands = [step["run"] for step in build["steps"] if "run" in step]
+    assert commands[0] == ".ci/run package" and 'fusedlayers-${GITHUB_REF_NAME#v}.tar.gz"' in commands[1]
+    package = RUN.read_text(encoding="utf-8")
+    assert "python -m build\n" in package and "twine check --strict dist/*\n" in package
+    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
+    assert workflow["permissions"] == {"contents": "read"} and "permissions" not in build
+
+
 def test_ci_run_says_which_parts_there_are() -> None:
     assert os.access(RUN, os.X_OK)
     done = subprocess.run([RUN, "lint", "docs"], capture_output=True, text=True, timeout=60, check=False)
@@ -172,7 +184,7 @@ def test_functions_beside_kernels_are_annotated() -> None:
 CODE = re.findall(r"(?<!`)`([^`\n]+)`(?!`)", CONTRIBUTING)
 PATH = re.compile(r"\.?\w[\w.-]*/[\w./*-]*|\w[\w-]*\.(?:py|md|toml|yml)")
 #: What commands write.
-WRITTEN = {"dist/", "dist/*", "summary.md"}
+WRITTEN = {"build/docs", "summary.md"}
 
 
 def test_paths_in_contributing_exist() -> None:
@@ -200,6 +212,17 @@ def test_commands_in_contributing_exist() -> None:
     assert len(measurements) > 3 and measurements <= {*COMMANDS, "NAME"}
     parts = {part for words in commands if ".ci/run" in words for part in words[words.index(".ci/run") + 1 :]}
     assert len(parts) > 2 and parts <= PARTS
+
+
+def test_the_documentation_has_all_names(tmp_path: Path) -> None:
+    """By the command that CONTRIBUTING has."""
+    pytest.importorskip("pdoc")
+    (command,) = (code.split() for code in CODE if code.startswith("python -m pdoc "))
+    command[0], command[command.index("build/docs")] = sys.executable, str(tmp_path)
+    subprocess.run(command, cwd=ROOT, capture_output=True, timeout=300, check=True)
+    page = (tmp_path / "fusedlayers.html").read_text(encoding="utf-8")
+    assert [name for name in fl.__all__ if f'id="{name}"' not in page] == []
+    assert 'id="saved_bytes"' in (tmp_path / "fusedlayers" / "memory.html").read_text(encoding="utf-8")
 
 
 def test_code_in_contributing_runs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -163,7 +164,8 @@ def unfuse(model: nn.Module) -> None:
 def _attach(model: nn.Module) -> None:
     unfuse(model)
     for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
+        is_static = isinstance(inspect.getattr_static(module, "forward", None), staticmethod)
+        if is_static or isinstance(module, torch.jit.ScriptModule):
             continue
         patch = Patch(module)
         # PyTorch's own leaf layers, as nn.Linear, are called often, and a patch without a role would change nothing.

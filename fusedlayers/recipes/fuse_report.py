@@ -16,7 +16,7 @@ from ..utils.formatting import counted_lines, path_text, pattern_of, size_text
 from ..utils.report import Report
 from ..utils.storages import sizes_of, tensors_in
 from .recipe import Recipe, Stored, Value, all_of
-from .region import LEAST_BYTES, result_of
+from .region import Region, result_of
 from .replays import REPLAYS, RESULTS
 
 #: Of what stays, the largest rows are listed, until so much of all bytes is.
@@ -136,6 +136,7 @@ def count(result: Any, exclude: Any = (), module_of: Callable[[Any], str] = lamb
     ``module_of`` names the module in which a node was made."""
     recipes: dict[Recipe, list[Any]] = {}  # with the nodes that have saved one, or a view of one
     sizes: dict[int, int] = {}
+    small: set[int] = set()
     readers: dict[int, list[Any]] = {}  # by storage, the nodes that need it
     owners: dict[int, Any] = {}  # the nodes that save their output in it, in the place of their input
     made: dict[int, str] = {}  # by storage, the node whose result is in it
@@ -148,6 +149,8 @@ def count(result: Any, exclude: Any = (), module_of: Callable[[Any], str] = lamb
                 found = sizes_of([value.packed]) if is_kept else {}  # type: ignore[attr-defined]  # as the line above says
                 sizes |= found
                 for key in found:
+                    if not Region.can_replay(value.packed):  # type: ignore[attr-defined]
+                        small.add(key)
                     made[key] = made.get(key) or makers.get(id(value), "")
                     if node not in readers.setdefault(key, []):
                         readers[key].append(node)
@@ -168,15 +171,15 @@ def count(result: Any, exclude: Any = (), module_of: Callable[[Any], str] = lamb
     left_out = sizes_of(tensors_in(exclude)).keys()
     stay = sizes.keys() - left_out
     kept = [
-        spared(made[key], sizes[key], readers[key], _because(made[key], sizes[key], owners.get(key))) for key in stay
+        spared(made[key], sizes[key], readers[key], _because(made[key], key in small, owners.get(key))) for key in stay
     ]
     return Packed(tuple(kept), tuple(values))
 
 
-def _because(made_by: str, nbytes: int, owner: Any) -> str:
+def _because(made_by: str, is_small: bool, owner: Any) -> str:
     """Why a value stays."""
-    if nbytes < LEAST_BYTES:
-        return "it is small"
+    if is_small:
+        return "it is small, or no plain tensor"
     if owner is not None:
         return "backward reads this output"
     if not made_by:

@@ -141,10 +141,15 @@ class _Before:
 
 
 def _state_of(module: nn.Module, run: functools.partial[Any]) -> list[Any]:
-    """The identities of all that a module holds, how it is called, and the identities of arguments but tensors."""
-    held = *vars(module).values(), *module._parameters.values(), *module._buffers.values()
+    """The identities of all that a module holds, of its code, and of arguments but tensors; and how it is called."""
+    held = (
+        getattr(run.func, "__func__", None),
+        *vars(module).values(),
+        *module._parameters.values(),
+        *module._buffers.values(),
+    )
     given = [0 if isinstance(value, Tensor) else id(value) for value in (*run.args, *run.keywords.values())]
-    return [*map(id, held), *given, *run.keywords]
+    return [id(getattr(run.func, "__func__", None)), *map(id, held), *given, *run.keywords]
 
 
 def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> Any:

@@ -43,8 +43,9 @@ from .norms import is_sharded
 from .recipe import VIEWS, Hooks, Recipe, Stored, Value, View
 from .replays import REPLAYS, RESULTS, with_options
 
-#: Smaller tensors are saved as they are: a replay would take longer than it is worth.
-LEAST_BYTES = 1 << 14
+#: Smaller tensors are saved as they are: a replay would take longer than it is worth. On GPUs each is a launch, for
+#: which a GPU that has little to do waits.
+LEAST_BYTES, GPU_LEAST_BYTES = 1 << 14, 1 << 18
 #: Replays one behind the other, at most.
 DEPTH = 4
 _VERSION = operator.attrgetter("_version")
@@ -113,7 +114,7 @@ class Region:
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
             return False
         is_itself = tensor._base is None or not (tensor.is_conj() or tensor.is_neg())
-        return is_itself and tensor.nbytes >= LEAST_BYTES
+        return is_itself and tensor.nbytes >= (GPU_LEAST_BYTES if tensor.is_cuda else LEAST_BYTES)
 
     def known(self, tensor: Tensor) -> Value | None:
         """The value that a whole tensor was packed as, or made of, before."""

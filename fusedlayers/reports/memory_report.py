@@ -132,6 +132,9 @@ def memory_report(
     measured, with what ran then, and compared with the sum of the list. What TorchScript, C++ extensions and writes
     over views in place save is not listed; the report names the modules.
 
+    Saved bytes grow by the same number with each sample of a batch. Where a large batch does not fit, the reports of
+    two small ones say its bytes: ``small + (batch - 2) * (double - small) / 2``, of batches of 2 and 4.
+
     The step runs twice. The model is left as it was, with its gradients, buffers (statistics of batch norms), mode,
     hooks and parameters, and so are the states of the random number generators; hooks of yours run. (Of tensors that
     are neither arguments, nor parameters or other attributes of modules, and that only the function of a reentrant
@@ -240,7 +243,7 @@ def _device(tensors: Sequence[Tensor]) -> torch.device:
     if others and device.type == "cpu":
         raise ValueError(
             f"memory_report: got tensors on {' and '.join(sorted(others))}, but can measure only on cpu and cuda; move "
-            "the model and its inputs there"
+            "the model and its inputs there, with a small batch: saved bytes grow by the same number with each sample"
         )
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 

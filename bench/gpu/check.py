@@ -1,14 +1,14 @@
 """``python -m bench gpu-check --out DIR``: everything that needs a GPU, for whoever has one for ten minutes.
 
-Two halves of at most nine minutes each. The first has the environment, whole models after ``fuse``, each activation's
-kernels, CUDA graphs, streams, threads, memory that runs out, and the cost of small calls. The second runs the kernels'
-tests, and the benchmarks of layers.
+Two halves, in order of worth. The first, of five minutes, has whole models: their times, peaks and bits after ``fuse``.
+The second, of nine minutes at most, has CUDA graphs, streams, threads, memory that runs out, each activation's kernels
+and their tests, and the benchmarks of small calls and of layers.
 
 Each item is a process of its own with a time limit. What it finds is appended to ``DIR/results.jsonl`` at once, so that
 whoever stops this loses only the case at hand. A case that fails, hangs or crashes is named there. At the end, and
 after each item, ``DIR/summary.md`` has a line for each.
 
-With ``--fake`` a driver that launches nothing takes the GPU's place (``fake_gpu.py``): it shows that everything runs,
+With ``--fake`` a driver that launches nothing takes the GPU's place (``fake.py``): it shows that everything runs,
 and fills Triton's cache (``TRITON_CACHE_DIR``) with what the same versions of torch and Triton need on a Hopper.
 
 The process exits with 0 if everything passed, 1 if not, 2 without a GPU.
@@ -34,15 +34,17 @@ import torch
 
 from fusedlayers.utils import progress
 
-from . import ROOT, gpu_fuse, gpu_items
-from .layers import missed
+from .. import ROOT
+from ..layers import missed
+from . import items, models
 
 #: Items of this process's own kind: name -> cases.
-ITEMS: dict[str, Callable[[], Iterable[gpu_items.Case]]] = {
-    "environment": gpu_items.environment,
-    "fuse": gpu_fuse.fuse,
-    "kernels": gpu_items.kernels,
-    "contexts": gpu_fuse.contexts,
+ITEMS: dict[str, Callable[[], Iterable[items.Case]]] = {
+    "environment": items.environment,
+    "times": models.times,
+    "bits": models.bits,
+    "contexts": models.contexts,
+    "kernels": items.kernels,
 }
 #: Items that are benchmarks; all but the first are of layers.
 MEASURED = ("overhead", "dense", "mlp", "conv")
@@ -51,8 +53,8 @@ _GRACE_SECONDS = 5  # from the polite signal to the one that cannot be refused
 CASE_SECONDS, FIRST_CASE_SECONDS = 60.0, 120.0
 #: What a half consists of, in order, with the seconds of each: a half stays below nine minutes.
 HALVES = {
-    1: {"environment": 20, "fuse": 190, "kernels": 60, "contexts": 60, "overhead": 80},
-    2: {"tests": 160, "dense": 60, "mlp": 70, "conv": 60},
+    1: {"environment": 15, "times": 195, "bits": 90},
+    2: {"contexts": 60, "kernels": 50, "tests": 130, "overhead": 70, "dense": 45, "mlp": 50, "conv": 45},
 }
 
 
@@ -74,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     if options.item:
-        return gpu_items.run_item(options.item, ITEMS[options.item](), json.loads(options.done))
+        return items.run_item(options.item, ITEMS[options.item](), json.loads(options.done))
     if not (options.fake or torch.cuda.is_available()):
         print(
             "bench gpu-check: no CUDA device is available to torch "
@@ -82,13 +84,13 @@ def main(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 2
-    items = {name: s for half, items in HALVES.items() if options.half in (None, half) for name, s in items.items()}
-    unknown = sorted(set(options.only or ()) - items.keys())
+    known = {name: s for half, of_half in HALVES.items() if options.half in (None, half) for name, s in of_half.items()}
+    unknown = sorted(set(options.only or ()) - known.keys())
     if unknown:
-        print(f"bench gpu-check: there is no item {unknown[0]!r}; there are {sorted(items)}", file=sys.stderr)
+        print(f"bench gpu-check: there is no item {unknown[0]!r}; there are {sorted(known)}", file=sys.stderr)
         return 2
     check = Check(options.out.resolve(), options.fake)
-    todo = {name: s * options.scale for name, s in items.items() if not options.only or name in options.only}
+    todo = {name: s * options.scale for name, s in known.items() if not options.only or name in options.only}
     done = [*accumulate(todo.values(), initial=0.0)]
     on_stage = progress.shown()
     for (name, seconds), before in zip(todo.items(), done, strict=False):
@@ -185,7 +187,8 @@ class Check:
         path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         environment |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        return environment | {gpu_items.GPU: "fake" if self.fake else "real"}
+        environment["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # with it cuBLAS can be deterministic
+        return environment | {items.GPU: "fake" if self.fake else "real"}
 
     def summary(self) -> str:
         """What came of it, on one page: each item, everything that did not pass, every target met or missed."""

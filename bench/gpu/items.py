@@ -1,7 +1,7 @@
 """What ``gpu-check`` looks at in processes of its own: items, each a list of cases.
 
 A process of an item prints a line of JSON when a case begins and one when it has ended, so that the parent knows which
-one hangs or crashes. Here are the machine and the activations' kernels; ``gpu_fuse`` has the rest.
+one hangs or crashes. Here are the machine and the activations' kernels; ``models.py`` has the rest.
 """
 
 import json
@@ -19,7 +19,8 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers.calls import sizes
 
-from . import fake_gpu, machine, measure
+from .. import machine, measure
+from . import fake
 
 #: In the environment of the processes: "fake" or "real", as the driver is.
 GPU = "BENCH_GPU"
@@ -48,7 +49,7 @@ def prepare() -> None:
     where a layer would be left to PyTorch."""
     sizes.GPU_BYTES = 0
     if is_fake():
-        fake_gpu.install()
+        fake.install()
 
 
 def is_fake() -> bool:
