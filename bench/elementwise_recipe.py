@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 
 from fusedlayers.activations import Activation
-from fusedlayers.kernels.triton import tiles, triton_elementwise, triton_gates
+from fusedlayers.kernels.triton import elementwise, gates, tiles
 from fusedlayers.kernels.triton.codegen import Role, device_function
 from fusedlayers.kernels.triton.tiles import Matrix
 
@@ -53,7 +53,7 @@ def recipe(
     elif activation.output_refusal(dtype) is not None:
         given = "input"
     role: Role = "inverse" if kernel == "inverse" else "forward" if kernel == "forward" else "gradient"
-    function = triton_elementwise.gradient_kernel if role == "gradient" else triton_elementwise.bias_act_kernel
+    function = elementwise.gradient_kernel if role == "gradient" else elementwise.bias_act_kernel
     has_sums = role == "gradient" and (bool(activation.operand_dims) or bias != "none")
     rows, columns = tiles.tile_of(MATRICES[bias], sums=has_sums)
     constants = {"AXIS": bias, "FOLDED": False, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
@@ -81,9 +81,9 @@ def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, target
     rows, columns = tiles.tile_of(MATRICES["column"])
     constants = {"ROWS": rows, "COLUMNS": columns, "INDEX": index}
     constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype)
-    function = triton_gates.gate_kernel
+    function = gates.gate_kernel
     if kernel == "gate_gradient":
-        function = triton_gates.gate_gradient_kernel
+        function = gates.gate_gradient_kernel
         constants["GRADIENT"] = device_function(activation, "gradient", given="input", dtype=dtype)
     pointers = [name for name in function.arg_names if name.endswith("_ptr")]
     constants["STEPS"] = (1,) * len(pointers)

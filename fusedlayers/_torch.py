@@ -12,8 +12,6 @@ Not here are attributes that torch's own Python code reads of each tensor or mod
 ``_post_accumulate_grad_hooks``; and of styles of tensor parallelism ``_prepare_input_fn``, ``_prepare_output_fn``.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import operator

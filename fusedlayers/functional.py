@@ -5,8 +5,6 @@ arguments of calls that are new are checked. What has a ``__torch_function__`` o
 and some subclasses of tensors have, is asked first.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 

@@ -150,8 +150,7 @@ SPLITS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=SPLITS)
 def split(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    from fusedlayers.kernels.triton import tiles
-    from fusedlayers.kernels.triton import triton_elementwise as elementwise
+    from fusedlayers.kernels.triton import elementwise, tiles
     from fusedlayers.utils.caching import BoundedCache
 
     for name, value in SPLITS[request.param].items():

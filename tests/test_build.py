@@ -24,8 +24,7 @@ import fusedlayers as fl
 from fusedlayers.activations import resolve
 from fusedlayers.calls import plan
 from fusedlayers.kernels import cpu
-from fusedlayers.kernels.cpu import build, loops
-from fusedlayers.kernels.cpu import cpu_elementwise as elementwise
+from fusedlayers.kernels.cpu import build, elementwise, loops
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-ins for compilers are shell scripts")

@@ -239,7 +239,7 @@ def test_a_subclass_that_overrides_torch_functions_is_asked() -> None:
 @pytest.mark.parametrize("context", ["no_grad", "inference_mode", "default_device", "autocast", "vmap", "fake"])
 def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
     from fusedlayers.activations.record import _fitted
-    from fusedlayers.kernels.cpu import cpu_elementwise as elementwise
+    from fusedlayers.kernels.cpu import elementwise
     from fusedlayers.kernels.cpu import value_tables as table
 
     caches = (_fitted, elementwise.forward_kernel, elementwise.gradient_kernel, table.derivative_table)

@@ -21,12 +21,12 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from bench import fit as bench
 from bench.__main__ import main as bench_main
+from fusedlayers.fit.blocks import Block, Blocks, Cost, Plans
+from fusedlayers.fit.budget import Measurement, Training
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.recipes.patch import patch_of
-from fusedlayers.recompute.blocks import Block, Blocks, Cost, Plans
-from fusedlayers.recompute.budget import Measurement, Training
-from fusedlayers.reports import step
-from fusedlayers.reports.step import Step
+from fusedlayers.utils import step
+from fusedlayers.utils.step import Step
 
 
 @pytest.fixture(autouse=True)
@@ -463,7 +463,7 @@ def test_the_report() -> None:
         assert words in text
     assert json.loads(json.dumps(report.to_dict()))["measured"]["bytes"] == report.measured.bytes
     given = fl.fit(model, x, memory_budget_bytes="200MB", plan_only=True)
-    assert str(given).startswith("TransformerEncoder: at most 191 MiB (200 MB) saved for backward\n")
+    assert str(given).startswith("TransformerEncoder: at most 191 MiB saved for backward\n")
     assert given.recomputed == ()
 
 

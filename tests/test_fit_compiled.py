@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers import _torch
+from fusedlayers.fit import fit_compiled as subject
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.recompute import fit_compiled as subject
-from fusedlayers.reports import step
+from fusedlayers.utils import step
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 

@@ -27,8 +27,8 @@ def test_backends_agree_on_rows_with_gaps(name: str) -> None:
 
 def test_offsets_between_rows_have_64_bits_where_32_do_not_suffice() -> None:
     """However few elements there are."""
-    triton_gates = pytest.importorskip("fusedlayers.kernels.triton.triton_gates")
+    gates = pytest.importorskip("fusedlayers.kernels.triton.gates")
     rows = torch.empty(2**31 + 64, dtype=torch.float16, device="meta").as_strided((3, 16), (2**30, 1))
-    assert rows.numel() == 48 and triton_gates._extent(rows) == 2**31 + 16
-    assert triton_gates.index_of(triton_gates._extent(rows)).primitive_bitwidth == 64
-    assert triton_gates.index_of(triton_gates._extent(rows[:2])).primitive_bitwidth == 32
+    assert rows.numel() == 48 and gates._extent(rows) == 2**31 + 16
+    assert gates.index_of(gates._extent(rows)).primitive_bitwidth == 64
+    assert gates.index_of(gates._extent(rows[:2])).primitive_bitwidth == 32

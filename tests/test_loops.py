@@ -26,8 +26,7 @@ from fusedlayers.activations import Activation, definitions, resolve
 from fusedlayers.calls.tracers import with_operands
 from fusedlayers.derivative import branch_bit
 from fusedlayers.kernels import GradientRequest, cpu, reference
-from fusedlayers.kernels.cpu import build, loops
-from fusedlayers.kernels.cpu import cpu_elementwise as elementwise
+from fusedlayers.kernels.cpu import build, elementwise, loops
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(build.shared_object() is None, reason=str(build.missing_because()))

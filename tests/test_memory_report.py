@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.reports.saved_rows import Row
-from fusedlayers.reports.step import Step
+from fusedlayers.reports.memory_report import Row
+from fusedlayers.utils.step import Step
 
 ROWS, IN, OUT = 256, 32, 128
 INPUT_BYTES, HIDDEN_BYTES, WEIGHT_BYTES = ROWS * IN * 4, ROWS * OUT * 4, IN * OUT * 4

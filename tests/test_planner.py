@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Iterator, Sequence
 
@@ -15,7 +14,6 @@ from fusedlayers.recompute.segments import (
     BUDGET_STEPS,
     Plan,
     Segment,
-    balanced_lengths,
     plan_of,
     plan_within_budget,
     segments_of_lengths,
@@ -154,32 +152,6 @@ def test_a_budget_that_no_plan_fits_in_is_refused_with_one_that_does(seed: int) 
         plan_within_budget(sequence, smallest - 1, RECOMPUTE)
     named = int(str(raised.value).split("(")[1].split()[0])
     assert plan_within_budget(sequence, named, RECOMPUTE).peak_bytes <= named
-
-
-def split_at(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    return itertools.pairwise([0, *itertools.accumulate(lengths)])
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_balanced_segments_are_the_best_split(seed: int) -> None:
-    sequence = children(seed)
-
-    def largest(lengths: Sequence[int]) -> int:
-        """Inside one segment, what comes in being kept anyway."""
-        return max(
-            sum(
-                size
-                for key, size in {key: s for k in range(a, b) for key, s in saved_by(sequence, k).items()}.items()
-                if key != ("edge", a)
-            )
-            for a, b in split_at(lengths)
-        )
-
-    for count in range(1, len(sequence) + 3):
-        lengths = balanced_lengths(sequence, count)
-        of_count = [found for found in compositions(len(sequence)) if len(found) == min(count, len(sequence))]
-        assert len(lengths) == min(count, len(sequence))
-        assert largest(lengths) == min(map(largest, of_count))
 
 
 def test_the_last_of_segments_given_by_length_runs_once() -> None:

@@ -13,7 +13,7 @@ import torch
 
 import fusedlayers as fl
 from fusedlayers.calls import sizes
-from fusedlayers.reports import step
+from fusedlayers.utils import step
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
-from fusedlayers.reports import step
+from fusedlayers.utils import step
 
 Container = Callable[..., nn.Module]
 CONTAINERS: dict[str, Container] = {

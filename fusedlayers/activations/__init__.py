@@ -6,22 +6,9 @@ from .record import DTYPES, FLOAT64_IS_TORCHS, KEPT_BY_TORCH, Activation, Defini
 from .table import activation, activation_of_module, activations, definitions, register, register_stand_in, resolve
 
 __all__ = [
-    "DTYPES",
-    "FLOAT64_IS_TORCHS",
-    "KEPT_BY_TORCH",
-    "Activation",
-    "Definition",
-    "Saved",
-    "WithOperands",
-    "activation",
-    "activation_of_module",
-    "activations",
-    "definitions",
-    "must_call_reason",
-    "register",
-    "register_stand_in",
-    "resolve",
-    "upcast",
-]
+    "DTYPES", "FLOAT64_IS_TORCHS", "KEPT_BY_TORCH", "Activation", "Definition", "Saved", "WithOperands", "activation",
+    "activation_of_module", "activations", "definitions", "must_call_reason", "register", "register_stand_in",
+    "resolve", "upcast",
+]  # fmt: skip
 
 del _builtin

@@ -7,8 +7,6 @@ A constant that float32 does not hold exactly is written with y's dtype (``full_
 ``torch.where`` takes the process-wide default dtype.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 
@@ -236,10 +234,7 @@ DEFINITIONS = (
             + torch.log1p(torch.clamp(y, max=0) * (1 / (_SELU_SCALE * _SELU_ALPHA)))
         ),
         stands_for=((nn.SELU, {}), (F.selu, {}), (torch.selu, {})),
-        native=Native(
-            torch.selu_,
-            (aten.elu_backward, lambda dy, y: (dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y)),
-        ),
+        native=Native(torch.selu_, (aten.elu_backward, lambda dy, y: (dy, _SELU_ALPHA, _SELU_SCALE, 1, True, y))),
     ),
     Definition(
         "celu",

@@ -13,8 +13,6 @@ function is left to PyTorch. A function that reads tensors keeps its input, beca
 unless it states its derivative (``_stated``). A branch that none of the compared numbers takes goes unnoticed.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -11,7 +11,6 @@ Code of installed packages is not searched, and is assumed not to change its beh
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import sys
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..utils.caching import BoundedCache
+from ..utils.reading import names_in, read_by
 
 #: Builds a value anew from other tensors.
 Make = Callable[[Sequence[Tensor]], Any]
@@ -178,7 +178,8 @@ class _Search:
     # Each of these returns the value's own part of the key, its parts, and how it is built anew from such parts.
 
     def _function(self, function: types.FunctionType) -> _Apart:
-        code, scope, cells = function.__code__, function.__globals__, function.__closure__ or ()
+        code, scope = function.__code__, function.__globals__
+        cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
         # Of a package's function only the closure counts: a decorator's holds the function that it decorates.
         names = frozenset() if _is_installed(code) else names_in(code)
         self.names_in_code |= names
@@ -186,10 +187,6 @@ class _Search:
             self._refuse("torch.compile made it, or a function that it calls; pass what torch.compile was given")
         for name in sorted(names & _UNTRACED):
             self._refuse(f"its code names {name}, which a trace does not follow")
-        closure = {}
-        for i, cell in enumerate(cells):
-            with contextlib.suppress(ValueError):  # the variable has not been set
-                closure[i] = cell.cell_contents
 
         def build(cells_of: Any, globals_of: Any, defaults_of: Any, keywords_of: Any, attributes_of: Any) -> Any:
             made = types.FunctionType(
@@ -197,15 +194,13 @@ class _Search:
                 {**scope, **globals_of},
                 function.__name__,
                 tuple(defaults_of.values()),
-                tuple(types.CellType(cells_of[i]) if i in cells_of else cell for i, cell in enumerate(cells)),
+                tuple(types.CellType(cells_of[n]) if n in cells_of else c for n, c in cells.items()),
             )
             made.__kwdefaults__ = keywords_of
             vars(made).update({**vars(function), **attributes_of})
             return made
 
-        read = {name: scope[name] for name in sorted(names & scope.keys())}
-        defaults, keywords = dict(enumerate(function.__defaults__ or ())), function.__kwdefaults__ or {}
-        return code, (closure, read, defaults, keywords, self._named(vars(function))), build
+        return code, (*read_by(function, names), self._named(vars(function))), build
 
     def _partial(self, partial: functools.partial[Any]) -> _Apart:
         positional = dict(enumerate((partial.func, *partial.args)))
@@ -273,13 +268,6 @@ _TAKEN_APART: dict[Any, Callable[[_Search, Any], _Apart]] = {
     (tuple, list): _Search._sequence,
     types.ModuleType: _Search._namespace,
 }
-
-
-@functools.lru_cache(1024)
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """The globals and attributes that the code and the functions defined in it name."""
-    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
 
 
 @functools.lru_cache(1024)

@@ -8,8 +8,6 @@ What it does not do: tensors that run along more than one dimension, or integer 
 and functions that write over their argument.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -103,13 +101,7 @@ def _refuse_effects(graph: Graph) -> None:
 
 
 #: Pointwise operations without torch's tag ``pointwise``; leaky_relu is one of torch 2.11.
-_ALSO_POINTWISE = {
-    PRELU.default,
-    aten.hardswish.default,
-    aten.leaky_relu.default,
-    aten.rsub.Tensor,
-    *COPIES,
-}
+_ALSO_POINTWISE = {PRELU.default, aten.hardswish.default, aten.leaky_relu.default, aten.rsub.Tensor, *COPIES}
 
 
 class _Parts:

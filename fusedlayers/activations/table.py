@@ -3,8 +3,6 @@
 ``builtin.py`` fills the table with rows, and ``activation`` adds the names of users' functions.
 """
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Hashable, Mapping
@@ -14,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import Tensor, nn
 
-from ..utils.formatting import described
+from ..utils.formatting import callable_name, described
 from .free_variables import STATED, find_variables, must_call_reason
 from .record import Activation, Definition
 
@@ -217,10 +215,10 @@ def _resolve_module(module: nn.Module) -> Activation:
     # A subclass may compute something else, and a hook must see the call: neither is replaced by a row.
     reason = must_call_reason(module)
     if reason is not None:
-        name = _name(module)
+        name = callable_name(module)
         return Activation(name, module, fallback_reason=f"{name} is left to PyTorch because {reason}")
     found = activation_of_module(module, vars(type(module)).get("stands_in_for", type(module)))
-    return found if found is not None else Activation(_name(module), module, needs_tracing=True)
+    return found if found is not None else Activation(callable_name(module), module, needs_tracing=True)
 
 
 def activation_of_module(module: nn.Module, kind: type[nn.Module]) -> Activation | None:
@@ -254,11 +252,4 @@ def _resolve_function(function: Callable[..., Any]) -> Activation:
         are_numbers = all(isinstance(value, (int, float)) for value in parameters.values())
         if selected and are_numbers and parameters.keys() <= definition.parameters.keys():
             return definition.bind(**parameters)
-    return Activation(_name(function), function, needs_tracing=True)
-
-
-def _name(function: object) -> str:
-    while isinstance(function, functools.partial):
-        function = function.func
-    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", type(function).__name__)
-    return f"{owner.__name__}.{name}" if isinstance(owner, type) else name  # autograd.Function's apply
+    return Activation(callable_name(function), function, needs_tracing=True)

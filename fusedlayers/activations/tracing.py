@@ -11,8 +11,6 @@ What it does not do: anything that is not pointwise (reductions, random numbers,
 ``NotPointwise``, which names the operation.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -70,17 +68,13 @@ class Trace:
     outputs: tuple[Argument, ...]
 
 
-def trace(
-    function: Callable[..., Tensor | tuple[Tensor, ...]],
-    inputs: Sequence[str] = ("z",),
-    dtype: torch.dtype = torch.float32,
-) -> Trace:
-    """The operations of ``function`` for inputs with these names and this dtype.
+def trace(function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[str] = ("z",)) -> Trace:
+    """The operations of ``function`` for float32 inputs with these names.
 
     Raises:
         NotPointwise: the function cannot be traced, or is not pointwise.
     """
-    examples = [torch.zeros(_EXAMPLE_SHAPE, dtype=dtype, device="cpu") for _ in inputs]
+    examples = [torch.zeros(_EXAMPLE_SHAPE, dtype=torch.float32, device="cpu") for _ in inputs]
     return _read(simplified(aten_graph(function, examples, to_core())), tuple(inputs))
 
 
@@ -298,18 +292,9 @@ Decompositions = dict[Any, Callable[..., Any]]
 
 #: Core ATen keeps these whole. Torch's decompositions of them save the printers from knowing them.
 _MORE_DECOMPOSITIONS = (
-    aten.celu,
-    aten.clamp,
-    aten.elu,
-    aten.elu_backward,
-    aten.hardtanh,
-    aten.hardtanh_backward,
-    aten.leaky_relu,
-    aten.relu,
-    aten.softshrink,
-    aten.threshold,
-    aten.threshold_backward,
-)
+    aten.celu, aten.clamp, aten.elu, aten.elu_backward, aten.hardtanh, aten.hardtanh_backward, aten.leaky_relu,
+    aten.relu, aten.softshrink, aten.threshold, aten.threshold_backward,
+)  # fmt: skip
 
 
 @functools.cache

@@ -1,19 +1,32 @@
-"""Train a model as it is, and after `fuse`, side by side: same weights, same batches, steps taken in turn."""
+"""A small causal transformer that learns the bytes of Python's standard library, as it is and after ``fuse``, side by
+side: same weights, same batches, steps taken in turn.
+
+The transformer is as people write it: pre-norm, scaled dot-product attention, MLP ratio 4. Position enters as a penalty
+on distance (ALiBi: Press et al. 2022, "Train Short, Test Long"). With learned positions the default run knew no more
+than pairs of bytes after 150 steps (loss 2.45); with the penalty it is there after 25.
+"""
 
 import copy
 import math
+import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from statistics import median
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from einops import rearrange
+from torch import Tensor, nn
 
 from ..memory import peak_bytes, saved_bytes
 from ..recipes.fuse import fuse
-from .model import ByteTransformer, batches
+
+BYTES = 256
+HEADS = 4
+#: Of weights and batches.
+SEED = 0
 
 
 @dataclass(frozen=True)
@@ -22,15 +35,74 @@ class Settings:
 
     device: torch.device
     dtype: torch.dtype
-    activation: str
     steps: int
     batch: int
     context: int
     width: int
     layers: int
-    seed: int
     #: Steps end when they have taken so long, both variants' together.
     seconds: float = math.inf
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention that prefers near bytes. (batch, time, width) -> (batch, time, width)."""
+
+    penalty: Tensor
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        slopes = 4.0 ** -torch.arange(HEADS)
+        distance = torch.arange(context)[:, None] - torch.arange(context)
+        penalty = torch.where(distance < 0, -torch.inf, -slopes[:, None, None] * distance)
+        # Four dimensions, because the CPU's flash attention takes 2 or 4; with 3, torch quietly keeps all the scores.
+        self.register_buffer("penalty", penalty[None], persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=HEADS)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=self.penalty)
+        result: Tensor = self.out(rearrange(y, "b h t d -> b t (h d)"))
+        return result
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each after a layer norm and added to the residual stream."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.attention = nn.Sequential(nn.LayerNorm(width), Attention(width, context))
+        hidden = nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        self.mlp = nn.Sequential(nn.LayerNorm(width), *hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(x)
+        result: Tensor = x + self.mlp(x)
+        return result
+
+
+def standard_library_bytes() -> Tensor:
+    """The `*.py` files of the running interpreter's standard library, joined in order of name: (length,), uint8.
+
+    Raises:
+        FileNotFoundError: the library holds no Python source (some embedded interpreters ship none).
+    """
+    directory = Path(sysconfig.get_path("stdlib"))
+    text = b"\n".join(path.read_bytes() for path in sorted(directory.glob("*.py")))
+    if not text:
+        raise FileNotFoundError(f"demo: found no *.py files of Python's standard library in {directory}")
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def batches(corpus: Tensor, batch: int, context: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield random excerpts without end, the same ones in every run: inputs and targets, each (batch, context), int64;
+    the targets are the bytes that follow the inputs."""
+    generator = torch.Generator().manual_seed(SEED)
+    window = torch.arange(context + 1)
+    while True:
+        starts = torch.randint(len(corpus) - context, (batch, 1), generator=generator)
+        excerpts = corpus[starts + window].long()
+        yield excerpts[:, :-1], excerpts[:, 1:]
 
 
 @dataclass
@@ -60,7 +132,7 @@ def seconds_spent(outcomes: dict[str, Outcome]) -> float:
 class Trainer:
     """One model and its optimizer."""
 
-    def __init__(self, model: ByteTransformer, settings: Settings) -> None:
+    def __init__(self, model: nn.Module, settings: Settings) -> None:
         self.model, self.settings = model, settings
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.4 / settings.width)
 
@@ -85,19 +157,19 @@ class Trainer:
         """Count the bytes of one forward and backward pass; the model learns nothing from it."""
         self.forward_backward(inputs, targets)  # what the first pass sets up is not part of the figures
         self.optimizer.zero_grad()
-        outcome = Outcome(
-            saved_bytes=saved_bytes(self.loss, inputs, targets, exclude=self.model),
-            peak_bytes=peak_bytes(self.forward_backward, inputs, targets),
-        )
+        saved = saved_bytes(self.loss, inputs, targets, exclude=self.model)
+        outcome = Outcome(saved, peak_bytes(self.forward_backward, inputs, targets))
         self.optimizer.zero_grad()
         return outcome
 
 
 def trainers(settings: Settings) -> dict[str, Trainer]:
     """Make a trainer of a model as it is, "eager", and one of its copy after `fuse`, "fused"."""
+    width = settings.width
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(settings.seed)
-        model = ByteTransformer(settings.width, settings.layers, settings.context, settings.activation)
+        torch.manual_seed(SEED)
+        blocks = [Block(width, settings.context) for _ in range(settings.layers)]
+        model = nn.Sequential(nn.Embedding(BYTES, width), *blocks, nn.LayerNorm(width), nn.Linear(width, BYTES))
     made = {name: Trainer(copy.deepcopy(model).to(settings.device), settings) for name in ("eager", "fused")}
     fuse(made["fused"].model)
     return made
@@ -109,7 +181,7 @@ def compare(
     """Measure and train both models; `on_step` sees the outcomes so far after every step."""
     competitors = trainers(settings)
     outcomes: dict[str, Outcome] = {}
-    stream = batches(corpus, settings.batch, settings.context, settings.seed)
+    stream = batches(corpus, settings.batch, settings.context)
     for step in range(settings.steps):
         batch = [part.to(settings.device) for part in next(stream)]
         if step == 0:

@@ -9,8 +9,6 @@ not round, and functions that no short program follows. ``analyse`` then returns
 input.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

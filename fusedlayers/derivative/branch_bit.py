@@ -16,8 +16,6 @@ takes up to 20 times as long on CPUs. NaN stays NaN.
 What it does not do: outputs that are positive on both branches (a square, a bell), two folds, float64 outputs.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -8,8 +8,6 @@ the second derivative elsewhere than at 0. No polynomial then follows the deriva
 and the function saves its input.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -17,8 +17,6 @@ What it does not do: the absolute tolerance leaves few correct digits of the der
 jumps of the second derivative, are not followed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -7,8 +7,6 @@ It takes 64 evaluations of the function in float32, 128 in float64. Next to a ki
 input on the other side.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -13,8 +13,6 @@ What it does not do: an inflection with slope 0 (z^3), where the derivative is a
 has it, so the segments are used up and the function is refused.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import math

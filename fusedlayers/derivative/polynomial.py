@@ -1,7 +1,5 @@
 """Polynomials on an interval, how they are fitted, and the accuracy of the fits of derivatives."""
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Callable
@@ -32,11 +30,7 @@ class Precision:
 
 #: By dtype of the output. Rounding the output and the branch bit leave the derivative uncertain by 1e-6, 7e-4 and 4e-3
 #: (rms). Fits with these errors add little to that; a coarser fit is a shorter program.
-PRECISIONS = {
-    torch.float32: Precision(6e-7, 8),
-    torch.float16: Precision(1e-4, 5),
-    torch.bfloat16: Precision(5e-4, 4),
-}
+PRECISIONS = {torch.float32: Precision(6e-7, 8), torch.float16: Precision(1e-4, 5), torch.bfloat16: Precision(5e-4, 4)}
 
 
 @dataclass(frozen=True)

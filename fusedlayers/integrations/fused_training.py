@@ -5,8 +5,6 @@ that no batch is taken from the trainer's data, and that its autocast and casts 
 them, because a training step may call a part of the model; all are removed at that call.
 """
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from typing import Any
@@ -15,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..fit.fit import fit
 from ..recipes.fuse import fuse, unfuse
-from ..recompute.budget import budget_from
-from ..recompute.fit import fit
+from ..recompute.segments import budget_from
 from ..utils.example import check_flag
 
 

@@ -1,7 +1,5 @@
 """``FuseCallback`` for transformers' ``Trainer`` and its subclasses, which TRL and sentence-transformers have."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from transformers import TrainerCallback

@@ -4,17 +4,15 @@ Where a function is flat, rounding of the output becomes a large error of the in
 next to the minimum and in the tail for folded ones.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..activations import Activation, resolve, upcast
 from ..functional import bias_act
+from ..kernels.reference import packed, unpacked
 from ..utils.caching import in_clean_state
 from .inversion import is_float
 from .module import InvertibleModule
@@ -74,13 +72,13 @@ class InvertibleActivation(InvertibleModule):
         refused = self.activation.output_refusal(x.dtype)
         y = bias_act(x, None, self.activation, save="input" if refused else "output")
         fold = self.activation.fold
-        return y if fold is None else (y, _pack_bits(fold.marks(upcast(x.detach()))))
+        return y if fold is None else (y, packed(fold.marks(upcast(x.detach())).contiguous()))
 
     def inverse(self, y: Tensor, branch: Tensor | None = None) -> Tensor:
         wide, limits = upcast(y), torch.finfo(y.dtype)
         fitted, fold = self.activation.fitted_inverse(), self.activation.fold
         if branch is not None and fitted is not None and fold is not None:
-            marked = _unpack_bits(branch, y.shape)
+            marked = unpacked(branch, y.shape)
             # All outputs of the marked branch are negative, but for rounding.
             wide = torch.where(marked, wide.clamp(max=-limits.tiny), wide)
             return fitted(wide, marked).to(y.dtype)
@@ -110,17 +108,6 @@ def _before(limit: float, sign: int, dtype: torch.finfo) -> float:
     """The number of a dtype next to a limit, above it or below."""
     step = abs(limit) * dtype.eps / 2 or dtype.tiny * dtype.eps
     return limit if math.isinf(limit) else limit + sign * step
-
-
-def _pack_bits(bits: Tensor) -> Tensor:
-    """Eight bits in a byte."""
-    flat = F.pad(bits.flatten().to(torch.uint8), (0, -bits.numel() % 8)).view(-1, 8)
-    return (flat << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(-1, dtype=torch.uint8)
-
-
-def _unpack_bits(packed: Tensor, shape: torch.Size) -> Tensor:
-    bits = (packed[:, None] >> torch.arange(8, dtype=torch.uint8, device=packed.device)) & 1
-    return bits.flatten()[: shape.numel()].view(shape).bool()
 
 
 def _invertible() -> list[str]:

@@ -8,8 +8,6 @@ A block is two halves, one for each stream, and each half is a call of its own (
 its network runs once, with its graph, and the result serves both the inverse and the gradient.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

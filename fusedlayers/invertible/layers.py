@@ -9,8 +9,6 @@ after it one is the pair of Rota Bulo et al. 2018, "In-Place Activated BatchNorm
 as two modules of a chain. The inverse divides by the weight, so that small weights amplify rounding.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

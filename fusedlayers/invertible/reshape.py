@@ -1,7 +1,5 @@
 """Invertible modules without arithmetic: they pass on, reshape, pad, split and join. All of them are exact."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Where the arithmetic is done: ``choose`` picks a backend."""
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import logging
@@ -13,15 +11,7 @@ from ..activations import Activation
 from . import cpu, reference
 from .interface import Backend, GradientRequest
 
-__all__ = [
-    "DEVICES",
-    "VARIABLE",
-    "Backend",
-    "GradientRequest",
-    "choose",
-    "kernels_are_off",
-    "no_triton_because",
-]
+__all__ = ["DEVICES", "VARIABLE", "Backend", "GradientRequest", "choose", "kernels_are_off", "no_triton_because"]
 
 
 _log = logging.getLogger(__name__)

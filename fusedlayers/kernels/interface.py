@@ -1,7 +1,5 @@
 """The interface between autograd and a backend. A backend is a module with the functions of ``Backend``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 

@@ -1,8 +1,6 @@
 """The operation before an activation: a matmul, a convolution or a bias, ``z = operation(x, w, b)``, by torch; and a
 block, which has its activation inside."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ Each has the name, the parameters and the values of its torch counterpart; ``inp
 are subclasses of torch's, so that ``isinstance`` checks, printing and pickles go on as before.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor, nn

@@ -3,8 +3,6 @@
 ``WithActivation`` is what all fused modules share, ``FusedAct`` what these share: a layer of torch's.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 

@@ -1,7 +1,5 @@
 """MLP blocks as modules whose layers are plain ``nn.Linear``s, which checkpoints and sharding plans find."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Self
 

@@ -1,7 +1,5 @@
 """Tensor parallelism for dense layers with an activation. Importing this imports ``torch.distributed.tensor``."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

@@ -5,8 +5,6 @@ that backward needs the output only, which the next layer saves anyway. Nothing 
 results and saved outputs that are mutated later have been miscompiled (pytorch#184113, #174124).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

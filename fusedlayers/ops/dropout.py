@@ -1,7 +1,5 @@
 """``F.dropout`` that saves a bit for each number, where PyTorch saves a byte, and on CPUs as many as the number has."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -18,8 +18,6 @@ for itself alone: NumPy's arrays and shared memory have owners that torch does n
 storage; how many of them are torch's own is calibrated once.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from typing import Any, NamedTuple

@@ -13,8 +13,6 @@ What is differentiated goes to the place of the input in the graph, which ``poin
 it passes no hooks on the output, where PyTorch's second derivatives of relu, tanh and sigmoid do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 

@@ -10,8 +10,6 @@ from torch import nn
 
 from .._torch import is_compiled
 from ..memory import device_of, peak_bytes, saved_bytes
-from ..reports.module_tracker import ModuleTracker
-from ..reports.step import Step, no_gradient_because, step_times, tensors_of
 from ..utils.example import (
     arguments_from,
     check_flag,
@@ -22,7 +20,9 @@ from ..utils.example import (
     evaluation_notes,
 )
 from ..utils.module_state import isolated_gradients, unchanged
+from ..utils.module_tracker import ModuleTracker
 from ..utils.progress import OnStage, asked
+from ..utils.step import Step, no_gradient_because, step_times, tensors_of
 from ..utils.storages import tensors_in, trained_in
 from .fuse_report import FuseReport, count, grouped, largest
 from .patch import Patch, patches_of

@@ -9,12 +9,8 @@ A recomputation costs a second forward pass. A call costs Python time for lookin
 had better be joined.
 """
 
-from __future__ import annotations
-
 import functools
-import types
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from typing import Any, Literal, get_args
 
 import torch
@@ -35,6 +31,7 @@ from .._torch import (
 )
 from ..calls.tracers import followed_by
 from ..utils.module_state import modules_in
+from ..utils.reading import reached_by
 from .snapshot import Snapshot
 
 Recompute = Literal["all", "cheap", "nothing"]
@@ -87,11 +84,7 @@ def sublinear(function: Callable[..., Any], *args: Any, recompute: Recompute = "
 
 
 def recomputed(
-    function: Callable[..., Any],
-    owner: object,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    recompute: Recompute,
+    function: Callable[..., Any], owner: object, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: Recompute
 ) -> Any:
     """``sublinear`` for a function that has no state but that of ``owner``: the module, or the list of modules, that it
     belongs to, or itself."""
@@ -172,43 +165,3 @@ def _selective_contexts() -> Any:
         return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
-
-
-def reached_by(things: Iterable[object]) -> tuple[list[nn.Module], list[Tensor]]:
-    """The modules, and the tensors outside of modules, that functions among some objects can read: what they are bound
-    to, close over, have as defaults, or name among their globals; and the modules that other objects hold."""
-    modules, tensors = dict[nn.Module, None](), list[Tensor]()
-    pending, seen = [*things], set[int]()
-    while pending:
-        thing = pending.pop()
-        if id(thing) in seen:
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, nn.Module):
-            modules.update(dict.fromkeys(thing.modules()))
-        elif isinstance(thing, Tensor):
-            tensors.append(thing)
-        elif isinstance(thing, functools.partial):
-            pending += tree_leaves((thing.func, thing.args, thing.keywords))
-        elif isinstance(thing, types.MethodType):
-            pending += [thing.__self__, thing.__func__]
-        elif isinstance(thing, types.FunctionType):
-            pending += _read_by(thing)
-        elif hasattr(thing, "__dict__") and not isinstance(thing, type | types.ModuleType):
-            pending += [held for held in tree_leaves(vars(thing)) if isinstance(held, nn.Module)]
-    return list(modules), tensors
-
-
-def _read_by(function: types.FunctionType) -> list[object]:
-    if (function.__module__ or "").startswith("torch."):
-        return []
-    found: list[object] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # a name that has no value yet
-            found.append(cell.cell_contents)
-    codes = [function.__code__]
-    for code in codes:  # those of functions that are defined in it too
-        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
-        found += [function.__globals__[name] for name in code.co_names if name in function.__globals__]
-    leaves: list[object] = tree_leaves(found)
-    return leaves

@@ -20,7 +20,8 @@ from itertools import accumulate, pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from ..utils.formatting import size_text
+from ..calls.validation import is_whole
+from ..utils.formatting import size_from, size_text
 from .child_costs import ChildCosts
 from .recompute import Recompute
 
@@ -67,6 +68,25 @@ class Plan:
         )
 
 
+def budget_from(function: str, memory_budget_bytes: object) -> int:
+    """The bytes that a number, or a size such as "8GiB", says.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(memory_budget_bytes, str):
+        try:
+            return size_from(memory_budget_bytes)
+        except ValueError as error:
+            raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
+    if not is_whole(memory_budget_bytes) or memory_budget_bytes < 0:
+        raise ValueError(
+            f'{function}: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got '
+            f"{memory_budget_bytes!r}"
+        )
+    return int(memory_budget_bytes)
+
+
 def plan_within_budget(children: Sequence[ChildCosts], budget: int | None, modes: Sequence[Recompute]) -> Plan:
     """The plan that recomputes least, of those that hold at most ``budget`` bytes at any moment. Without a budget, the
     smallest one that a plan fits in.
@@ -101,25 +121,6 @@ def plan_of(children: Sequence[ChildCosts], segments: tuple[Segment, ...]) -> Pl
     whole = _steps(children, 0, "all")[-1]
     recomputed = state.cost / whole.cost if whole.cost else 0.0
     return Plan(segments, state.saved, max(state.peak, state.saved), whole.extra, recomputed)
-
-
-def balanced_lengths(children: Sequence[ChildCosts], count: int) -> list[int]:
-    """The lengths of ``count`` segments that hold about the same while they are recomputed."""
-    inside = [[step.extra for step in _steps(children, i, "all")] for i in range(len(children))]
-    # Of the best split of the first j children: its largest segment, its squares (of splits with the same largest one
-    # the most even is best), and its segments' ends, negated: then the one whose last segment is the shortest.
-    best: dict[int, tuple[int, int, list[int]]] = {0: (0, 0, [])}
-    for _ in range(min(count, len(children))):
-        best = {
-            j: min(
-                (max(largest, size := inside[i][j - i - 1]), squares + size**2, [*ends, -j])
-                for i, (largest, squares, ends) in best.items()
-                if i < j
-            )
-            for j in range(min(best) + 1, len(children) + 1)
-        }
-    ends = [-end for end in best[len(children)][2]]
-    return [b - a for a, b in pairwise([0, *ends])]
 
 
 def segments_of_lengths(lengths: Sequence[int], mode: Recompute) -> tuple[Segment, ...]:

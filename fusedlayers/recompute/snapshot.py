@@ -10,8 +10,6 @@ Parameters and buffers that were edited in place since (by an optimizer's step) 
 Cost: a copy of each buffer, dropped behind the first run where the buffer's version is the same.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple

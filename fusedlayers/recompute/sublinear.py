@@ -4,20 +4,15 @@ Memory Cost").
 The first forward pass in training measures the children (``child_costs.py``) and plans the segments (``segments.py``);
 each segment is a checkpoint (``recompute.py``). Training costs at most one more forward pass for each backward pass,
 and the measurement one, or two if results of products may be saved. What the children write to attributes while they
-are measured stays.
-
-A plan holds for inputs up to the size that was measured; for smaller ones it recomputes more than it need. A larger one
-is measured anew.
+are measured stays. For inputs smaller than those measured, a plan recomputes more than it need.
 """
-
-from __future__ import annotations
 
 import functools
 import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +21,9 @@ from .._torch import tree_leaves, tree_map_only
 from ..calls.validation import is_whole
 from ..utils.module_state import modules_in
 from ..utils.storages import tensors_in
-from .budget import budget_from
 from .child_costs import ChildCosts, measure
 from .recompute import Recompute, can_recompute, check_recompute, recomputed
-from .segments import Plan, Segment, balanced_lengths, plan_of, plan_within_budget, segments_of_lengths
+from .segments import Plan, Segment, budget_from, plan_of, plan_within_budget, segments_of_lengths
 
 
 class SublinearSequential(nn.Sequential):
@@ -48,8 +42,9 @@ class SublinearSequential(nn.Sequential):
 
     Args:
         *modules: as for ``nn.Sequential``: modules, or one ``OrderedDict``.
-        segments: how many there are, or how many children each has; the last one is not recomputed. By default as many
-            as need least memory: about the square root of the number of children, if these are alike.
+        segments: how many there are, of equally many children, or how many children each has; the last one is not
+            recomputed. By default as many as need least memory: about the square root of the number of children, if
+            these are alike.
         memory_budget_bytes: of all plans that hold no more than this at any moment, the one that recomputes least:
             bytes, or a size such as "8GiB".
         recompute: "all", "cheap" (results of convolutions, matmuls and attention are saved, and only what lies between
@@ -142,9 +137,7 @@ class SublinearSequential(nn.Sequential):
                 )
             modes = ("nothing", "all")
         if self.segments is not None:
-            of_each = isinstance(self.segments, Sequence)
-            lengths = self._lengths() if of_each else balanced_lengths(costs, cast("int", self.segments))
-            plan = plan_of(costs, segments_of_lengths(lengths, mode))
+            plan = plan_of(costs, segments_of_lengths(self._lengths(), mode))
         else:
             try:
                 plan = plan_within_budget(costs, None if budget is None else budget_from(name, budget), modes)
@@ -153,12 +146,16 @@ class SublinearSequential(nn.Sequential):
         return plan, frozenset(start for start, stop, _ in plan.segments if _write_input(costs[start:stop]))
 
     def _lengths(self) -> list[int]:
-        lengths = list(cast("Sequence[int]", self.segments))
-        if sum(lengths) != len(self):
+        """How many children each segment has: of a number of segments, or without one, as many as one another."""
+        total, segments = len(self), self.segments or math.ceil(math.sqrt(len(self)))
+        if not isinstance(segments, Sequence):
+            ends = [k * total // min(total, segments) for k in range(min(total, segments) + 1)]
+            return [b - a for a, b in itertools.pairwise(ends)]
+        if sum(segments) != total:
             raise ValueError(
-                f"{type(self).__name__}: segments={lengths} are {sum(lengths)} children, but there are {len(self)}"
+                f"{type(self).__name__}: segments={[*segments]} are {sum(segments)} children, but there are {total}"
             )
-        return lengths
+        return [*segments]
 
     def _segments_for_compiler(self) -> Sequence[Segment]:
         """While compiling nothing can be measured: the plan of before, or segments of as many children each."""
@@ -170,11 +167,7 @@ class SublinearSequential(nn.Sequential):
                 f"{type(self).__name__}: memory_budget_bytes needs a measurement, which torch.compile cannot make: "
                 "call the container once in training before it is compiled, or say segments="
             )
-        if isinstance(self.segments, Sequence):
-            return segments_of_lengths(self._lengths(), self.recompute or "all")
-        count = min(len(self), self.segments or math.ceil(math.sqrt(len(self))))
-        ends = [k * len(self) // count for k in range(count + 1)]
-        return segments_of_lengths([b - a for a, b in itertools.pairwise(ends)], self.recompute or "all")
+        return segments_of_lengths(self._lengths(), self.recompute or "all")
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_planned": None}  # copies have other children

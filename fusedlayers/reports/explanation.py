@@ -1,37 +1,33 @@
-"""``explain``: the values that an activation, a layer or a model saves, why, and the errors of the derivative."""
+"""``explain``: the values that an activation, a layer or a model saves, why, and the errors of the derivative, measured
+on the CPU."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ..activations import resolve
+from ..activations import Activation, resolve
+from ..activations.free_variables import find_variables
 from ..calls.decide import describe
-from ..derivative.features import Fold
+from ..calls.sizes import SMALL_BYTES
+from ..calls.tracers import with_operands
+from ..derivative.features import Fold, value_and_slope
+from ..functional import bias_act
+from ..memory import saved_bytes
 from ..nn.layer import CONV_TYPES, LINEAR_TYPES, WithActivation
+from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..recipes.patch import patch_of, patches_of
+from ..utils.caching import in_clean_state
 from ..utils.formatting import counted_lines, path_text
-from ..utils.report import (
-    EAGER,
-    HERE,
-    INK,
-    ORANGE,
-    WINE,
-    DrawnReport,
-    NothingToDrawError,
-    Report,
-    legend,
-    new_figure,
-    style,
-)
-from .explanation_measurement import Accuracy, Samples, Subject, name_of
+from ..utils.report import INK, ORANGE, WINE, DrawnReport, NothingToDrawError, Report, legend, new_figure, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,8 +35,10 @@ if TYPE_CHECKING:
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HEADER = ("", "a layer keeps", "bytes: eager", "here", "rms error: eager", "here", "largest: eager", "here")
-#: Of the picture: inches, characters of a title's line, and parts of the inputs, each with its largest error.
-HEIGHT, CHARACTERS, PARTS = 6.6, 118, 64
+#: Of the picture: inches, and characters of a title's line.
+HEIGHT, CHARACTERS = 3.6, 118
+#: Inputs that derivatives are compared on: fewer of 16 bits would be left to PyTorch.
+COUNT = SMALL_BYTES // 2
 
 
 @dataclass(frozen=True)
@@ -57,7 +55,7 @@ class Explanation(DrawnReport):
         accuracy: of the derivative, by dtype.
         layer: the layer's or block's own description; empty for an activation.
         fold: where the function turns, if the saved output carries the branch.
-        samples: the values that the picture shows, by dtype.
+        samples: the values that the picture shows, in float32.
     """
 
     name: str
@@ -68,7 +66,7 @@ class Explanation(DrawnReport):
     accuracy: Mapping[str, Accuracy]
     layer: str = ""
     fold: Fold | None = field(repr=False, default=None)
-    samples: Mapping[str, Samples] = field(repr=False, default_factory=dict)
+    samples: Samples | None = field(repr=False, default=None)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -103,13 +101,13 @@ class Explanation(DrawnReport):
         return self.saves[dtype].partition(":")[0].partition(" (")[0].removeprefix("saves ")
 
     def figure(self) -> Figure:
-        """The function, its derivative over the output, and the derivative's errors.
+        """The function, and its derivative over the output.
 
         Raises:
             ImportError: matplotlib is not installed.
             ValueError: PyTorch computes the function, or it raises an error.
         """
-        if self.kind == "fallback" or "float32" not in self.samples:
+        if self.kind == "fallback" or self.samples is None:
             why = "is left to PyTorch" if self.kind == "fallback" else "or its derivative raises an error"
             raise NothingToDrawError(f"explain: {self.name} {why}, so that there is nothing to draw")
         kept = {dtype: saves.partition(":")[0] for dtype, saves in self.saves.items()}
@@ -119,18 +117,12 @@ class Explanation(DrawnReport):
             title += f", in {' and '.join(dtype for dtype in kept if kept[dtype] == other)} {other}"
         lines = [line for text in (title, self.reason) for line in textwrap.wrap(text, CHARACTERS)]
         figure = new_figure("explain", HEIGHT, "\n".join(lines))
-        (function, output), errors = figure.subplots(2, 2)
-        self._draw_function(function, output)
-        for axes, dtype in zip(errors, ("float32", "bfloat16"), strict=True):
-            if dtype in self.samples:
-                self._draw_errors(axes, dtype)
-            else:
-                axes.set_axis_off()
+        self._draw(self.samples, *figure.subplots(1, 2))
         return figure
 
-    def _draw_function(self, axes: Axes, over_output: Axes) -> None:
+    def _draw(self, samples: Samples, axes: Axes, over_output: Axes) -> None:
         """The function and its derivative over the input, and the derivative over the output. Branches have colours."""
-        z, y, slope, *_ = self.samples["float32"]
+        z, y, slope = samples
         is_saved = self.saves["float32"].startswith("saves the output")
         title = f"f' over the output{': one value for each' if is_saved else ' (not saved)'}"
         branches = [(torch.ones_like(z, dtype=torch.bool), WINE, "")]
@@ -145,19 +137,6 @@ class Explanation(DrawnReport):
         style(axes, title="Function f and derivative f'", xlabel="input z")
         legend(axes)
         style(over_output, title=title, xlabel="output y = f(z)", ylabel="f'")
-
-    def _draw_errors(self, axes: Axes, dtype: str) -> None:
-        samples, rms = self.samples[dtype], self.accuracy[dtype]
-        z = [float(part.mean()) for part in samples.z.chunk(PARTS)]
-        axes.set(yscale="log", ylim=(1e-11, 1e3), xlim=(z[0], z[-1]))  # first: zeros have no logarithm
-        for error, name, of_normal, color in (
-            (samples.eager_error, "PyTorch", rms.eager_rms, EAGER),
-            (samples.error, "here", rms.rms, HERE),
-        ):
-            text = f"{name}: {of_normal:.1e}" if of_normal else f"{name}: exact"
-            axes.plot(z, [float(part.max()) for part in error.chunk(PARTS)], color=color, label=text)
-        style(axes, title=f"Error of f' in {dtype}", xlabel="input z", ylabel="largest |f' - float64's| nearby")
-        legend(axes, "relative rms, z ~ N(0, 1)", loc="upper left")
 
 
 @dataclass(frozen=True)
@@ -211,11 +190,11 @@ def explain(activation: object) -> Explanation | ModelExplanation:
     subject = Subject(resolve(activation if layer is None else layer.activation, "explain"), layer)
     record, cpu = subject.record, torch.device("cpu")  # where all is measured
     kind, reason = _kind(subject)
-    bytes_, accuracy, samples = {}, {}, {}
+    bytes_, accuracy = {}, {}
     for dtype in DTYPES:
         name = name_of(dtype)
         with contextlib.suppress(Exception):  # a user's function need not work in every dtype
-            bytes_[name], accuracy[name], samples[name] = subject.measure(dtype)
+            bytes_[name], accuracy[name] = subject.measure(dtype)
     return Explanation(
         repr(record),
         kind,
@@ -225,7 +204,7 @@ def explain(activation: object) -> Explanation | ModelExplanation:
         accuracy if kind != "fallback" else {},
         "" if layer is None else _description_of(layer),
         None if subject.keeps_input else record.fold,
-        {name: found for name, found in samples.items() if found is not None},
+        subject.samples,
     )
 
 
@@ -273,3 +252,127 @@ def _places(model: nn.Module) -> Iterator[tuple[str, str]]:
 def _description_of(layer: WithActivation) -> str:
     """The description of a fused layer or block, with what it keeps."""
     return f"{type(layer).__name__}: {layer.extra_repr()}"
+
+
+# --- measurements -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Errors of the derivative for z ~ N(0, 1), against float64: the norm of the error over that of the derivative, and
+    the largest. ``eager`` is PyTorch's own in the same dtype."""
+
+    rms: float
+    largest: float
+    eager_rms: float
+    eager_largest: float
+
+
+class Samples(NamedTuple):
+    """Of one channel, in the order of the inputs z: outputs and derivatives, in float64."""
+
+    z: Tensor
+    y: Tensor
+    slope: Tensor
+
+
+class Subject:
+    """An activation, alone or as a layer has it.
+
+    Attributes:
+        record: the activation, as a layer in float32 uses it.
+        layer: the layer, or None.
+        keeps_input: whether the derivative is evaluated from the input, which is kept or computed again.
+        samples: the values measured in float32, once they are, where as many elements are returned.
+    """
+
+    samples: Samples | None = None
+
+    def __init__(self, activation: Activation, layer: WithActivation | None) -> None:
+        self._activation, self.layer = activation, layer
+        self._shape, self.record = self._taken()
+        keeps_input = isinstance(layer, FusedGatedMLP) or (layer is not None and layer.save in ("input", "recompute"))
+        self.keeps_input = keeps_input or self.record.output_refusal(torch.float32) is not None
+
+    def _taken(self) -> tuple[tuple[int, ...], Activation]:
+        """A shape that the function takes: with the channels that its tensors have as second dimension or as last one,
+        or any."""
+        from ..activations.custom import without_logging  # whose import takes a second
+
+        tensors = find_variables(self._activation.function).tensors
+        # No fewer dimensions than a tensor has, which would add its own to the result.
+        ones = [1] * max((tensor.dim() - 2 for tensor in tensors), default=0)
+        for channels in sorted({size for tensor in tensors for size in tensor.shape if size > 1}, reverse=True):
+            rest = -(-COUNT // channels)
+            images = [(8, channels, *[4] * dims, -(-rest // (8 * 4**dims))) for dims in (2, 1, 0)]
+            for shape in (*images, (*ones, rest, channels)):
+                with without_logging():
+                    record = self._specialised(shape)
+                if record.is_fusible:
+                    return shape, record
+        shape = (*ones, COUNT // 64, 64)
+        return shape, self._specialised(shape)
+
+    def _specialised(self, shape: tuple[int, ...]) -> Activation:
+        if not self._activation.needs_tracing:
+            return self._activation
+        return with_operands(resolve(self._in(torch.float32)[1]), shape, torch.float32).activation
+
+    def _in(self, dtype: torch.dtype) -> tuple[Callable[..., Tensor], object]:
+        """The function as PyTorch computes it, and the one to hand to a layer, with tensors of this dtype."""
+        if not self._activation.needs_tracing or self._activation.definition is not None:
+            return self._activation.plain, self._activation
+        from ..activations.custom import own_tensors  # with it come parts of torch whose import takes a second
+
+        variables = find_variables(self._activation.function)
+        function = variables.rebind(own_tensors(variables, dtype))
+        return function, function
+
+    @in_clean_state
+    def measure(self, dtype: torch.dtype) -> tuple[tuple[float, float], Accuracy]:
+        """Bytes saved for each element between two layers, PyTorch's and here; and errors of the derivative. Errors of
+        the function are raised."""
+        z = torch.randn(self._shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        (function, activation), exact_function = self._in(dtype), self._in(torch.float64)[0]
+        save = "auto" if self.layer is None else self.layer.save
+        if save == "auto" and isinstance(self.layer, FusedGatedMLP):
+            save = "input"  # as has the derivative of the block
+        here = functools.partial(bias_act, bias=None, activation=activation, save=save)
+
+        y, exact = value_and_slope(exact_function, z.double())
+        errors = [(value_and_slope(f, z)[1].double() - exact).abs() for f in (here, function)]
+        real = exact.isfinite()  # elsewhere there is nothing to compare with
+        scale = float(exact[real].norm()) or 1.0
+        ours, eager = ((float(error[real].norm()) / scale, float(error[real].max())) for error in errors)
+
+        if y.shape == z.shape and dtype is torch.float32:
+            channel = next((dim for dim in self.record.operand_dims if dim is not None), -1)
+            first = [values.movedim(channel, -1).flatten(0, -2)[:, 0] for values in (z.double(), y, exact)]
+            order = first[0].argsort()
+            self.samples = Samples(*(values[order] for values in first))
+        if isinstance(self.layer, FusedBlock):
+            sizes = _bytes_of_block(self.layer, function, activation, z)
+        else:
+            sizes = [_bytes_between_layers(f, z) for f in (function, here)]
+        return (sizes[0] / z.numel(), sizes[1] / z.numel()), Accuracy(*ours, *eager)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The dtype's name without torch's."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _bytes_between_layers(function: Callable[[Tensor], Tensor], z: Tensor) -> int:
+    """Between an operation that keeps nothing, as a matmul does not keep its result, and one that keeps its input."""
+    weight = torch.ones((), dtype=z.dtype, requires_grad=True)
+    return saved_bytes(lambda z: function(z + 1) * weight, z.clone().requires_grad_(), exclude=[weight])
+
+
+def _bytes_of_block(
+    layer: FusedBlock, function: Callable[[Tensor], Tensor], activation: object, z: Tensor
+) -> list[int]:
+    """By the layers one after the other, and by the block, for hidden elements as many as z has."""
+    block = type(layer)(8, z.shape[-1], 8, activation, save=layer.save, dtype=z.dtype)
+    x = torch.randn(z.numel() // z.shape[-1], 8, dtype=z.dtype)
+    by_calls = functools.partial(block.by_calls, function=function)
+    return [saved_bytes(f, x, exclude=[block, x]) for f in (by_calls, block)]

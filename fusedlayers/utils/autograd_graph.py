@@ -1,7 +1,5 @@
 """An autograd graph: its nodes, what each saves, and its leaves."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -59,7 +57,7 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tenso
     for node in nodes:
         pending = [] if is_leaf(node) else [*raw_saved(node)]
         while pending:
-            for frame in _frames_behind(pending.pop()):
+            for frame in _frames_of(pending.pop()):
                 own = nodes_of_frames.setdefault(id(frame), (frame, []))[1]
                 if node not in own[-1:]:  # it saves several tensors
                     own.append(node)
@@ -69,7 +67,7 @@ def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tenso
         yield own, inputs + list(_tensors(_saved_for_recompute(frame)))
 
 
-def _frames_behind(saved: Any) -> Iterator[Any]:
+def _frames_of(saved: Any) -> Iterator[Any]:
     """The checkpoints whose hooks have got a saved tensor, or what it is replayed from."""
     for hook in (saved.unpack_hook, *(getattr(part, "unpack", None) for part in _parts_of(saved))):
         for cell in getattr(hook, "__closure__", None) or ():

@@ -1,7 +1,5 @@
 """Values that are computed once and kept: a cache that forgets, and a thread without the caller's modes."""
 
-from __future__ import annotations
-
 import functools
 import threading
 from collections.abc import Callable, Hashable

@@ -1,7 +1,5 @@
 """A model and its example inputs, as users pass them: refusals, arguments, and errors of the model's own code."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from .._torch import dynamo_is_loaded, is_compiled
-from .formatting import described, first_line
+from .formatting import described
 
 
 def check_flag(function: str, name: str, value: object) -> None:
@@ -68,17 +66,8 @@ def eagerly() -> Any:
     return torch.compiler.set_stance("force_eager") if dynamo_is_loaded() else contextlib.nullcontext()
 
 
-def does_not_run(function: str, error: Exception, args: tuple[Any, ...] = ()) -> ValueError:
-    """The error for inputs that the model raises on."""
-    hint = _hint(error, args)
-    return ValueError(
-        f"{function}: the model does not run on these inputs{hint and f' ({hint})'}: {type(error).__name__}: "
-        f"{first_line(error)}"
-    )
-
-
-def _hint(error: Exception, args: tuple[Any, ...]) -> str:
-    """The mistake that a user has probably made, and its remedy; or nothing."""
+def mistake_in(args: tuple[Any, ...], error: Exception) -> str:
+    """The mistake that a user has probably made, on whose inputs a model raises, and its remedy; or nothing."""
     if any(type(arg).__module__ == "numpy" for arg in args):
         return "a NumPy array is among the inputs; torch.from_numpy makes a tensor of it"
     if any(type(arg).__module__.startswith("torch.utils.data.") for arg in args):

@@ -1,7 +1,5 @@
 """Texts of reports and errors: sizes, durations, paths of similar modules, and tables."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
@@ -21,12 +19,6 @@ def size_text(size: int) -> str:
     """Bytes, with a unit and three digits."""
     unit, scale = unit_for(size)
     return f"{size / scale:.{0 if size >= 100 * scale or scale == 1 else 1 if size >= 10 * scale else 2}f} {unit}"
-
-
-def budget_text(size: int) -> str:
-    """The same, and in the units of a thousand that it may have been given in: "191 MiB (200 MB)"."""
-    power = next((power for power in (9, 6) if size and size % 10**power == 0), None)
-    return size_text(size) + ("" if power is None else f" ({size // 10**power} {'GB' if power == 9 else 'MB'})")
 
 
 def size_from(text: str) -> int:
@@ -72,6 +64,14 @@ def pattern_of(module: str) -> tuple[str, ...]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message; its class if there is no message."""
     return next(iter(str(error).splitlines()), type(error).__name__)
+
+
+def callable_name(function: object) -> str:
+    """The name of a function, or of the class of a module; of a class's method, as autograd.Function's apply, both."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner, name = getattr(function, "__self__", None), getattr(function, "__name__", type(function).__name__)
+    return f"{owner.__name__}.{name}" if isinstance(owner, type) else name
 
 
 def with_place(name: str, function: object) -> str:

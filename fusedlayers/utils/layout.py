@@ -1,7 +1,5 @@
 """Shapes and strides: a bias along one dimension, sums along one, buffers without gaps."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

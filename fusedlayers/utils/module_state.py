@@ -1,7 +1,5 @@
 """Put a model back as it was: its buffers and gradients, and the state of random number generators."""
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ A line is written when a stage is told of and at no other time: a thread would t
 measured. The price is that the estimate stands still within a stage.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import time

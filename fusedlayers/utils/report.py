@@ -115,7 +115,6 @@ def style(axes: Axes, *, title: str = "", xlabel: str = "", ylabel: str = "") ->
     axes.set_axisbelow(True)
 
 
-def legend(axes: Axes, title: str = "", **options: Any) -> None:
+def legend(axes: Axes) -> None:
     """A legend without a frame."""
-    text = {"fontsize": FONT, "title_fontsize": FONT, "labelcolor": INK, "alignment": "left"}
-    axes.legend(title=title, frameon=False, **{**text, **options}).get_title().set_color(INK)
+    axes.legend(frameon=False, fontsize=FONT, labelcolor=INK)

@@ -1,7 +1,5 @@
 """The tensors in nested containers, and the plain tensors that hold their memory."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -6,26 +6,11 @@ from ...activations import Activation
 from .. import reference
 from ..reference import ADDS_BIAS, CHUNK_BYTES, computes
 from . import build
-from .cpu_elementwise import (
-    bias_act,
-    gate,
-    gate_gradient,
-    gradient,
-    gradient_kernel,
-    inverse,
-)
+from .elementwise import bias_act, gate, gate_gradient, gradient, gradient_kernel, inverse
 
 __all__ = [
-    "ADDS_BIAS",
-    "CHUNK_BYTES",
-    "bias_act",
-    "computes",
-    "gate",
-    "gate_gradient",
-    "gradient",
-    "inverse",
-    "slow_because",
-]
+    "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "gate", "gate_gradient", "gradient", "inverse", "slow_because",
+]  # fmt: skip
 
 
 def slow_because(activation: Activation, dtype: torch.dtype, *, may_build: bool = True) -> str | None:

@@ -9,8 +9,6 @@ then renamed, so that processes may build at the same time.
 is fitted are left to PyTorch on CPUs.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import hashlib

@@ -1,6 +1,6 @@
 """Calls of ``loops.c``: its structures, tensors as matrices, and tables of cubics.
 
-A ``Kernel`` is made once for an activation, a dtype and a direction (``cpu_elementwise.py``); a call then passes
+A ``Kernel`` is made once for an activation, a dtype and a direction (``elementwise.py``); a call then passes
 addresses.
 """
 
@@ -281,14 +281,7 @@ def functions() -> dict[str, Any]:
     """The functions of ``loops.c``, by name."""
     library = build.shared_object()
     assert library is not None
-    pointers = {
-        "forward": 6,
-        "encode_outputs": 5,
-        "invert_outputs": 4,
-        "gradient": 6,
-        "gate": 6,
-        "gate_gradient": 8,
-    }
+    pointers = {"forward": 6, "encode_outputs": 5, "invert_outputs": 4, "gradient": 6, "gate": 6, "gate_gradient": 8}
     found = {}
     for name, count in pointers.items():
         function = getattr(library, name)

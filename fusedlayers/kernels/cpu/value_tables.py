@@ -9,8 +9,6 @@ Limits: tables add up to ``ADDED`` to the error of the fit. Where none is accura
 all ends) ``derivative_table`` returns None, and ``kernels/reference`` evaluates the polynomials.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 

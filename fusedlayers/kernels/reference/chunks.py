@@ -1,7 +1,5 @@
 """Large tensors, walked in chunks, so that the temporaries of a function of several operations stay small."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 
 import torch

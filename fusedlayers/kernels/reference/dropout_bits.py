@@ -1,7 +1,5 @@
 """Dropout that saves a bit for each element: the mask, eight elements a byte."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ and activations that read other tensors, run as a program of their trace (``trac
 activation's function, or its derivative, in float32 or wider, chunk by chunk (``chunks.py``).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 
@@ -65,13 +63,7 @@ def sum_of(z: Tensor, b: Tensor | None, residual: Tensor | None, dim: int, *, ou
 
 
 def gradient(
-    dy: Tensor,
-    saved: Tensor,
-    activation: Activation,
-    operands: Sequence[Tensor],
-    request: GradientRequest,
-    *,
-    dim: int,
+    dy: Tensor, saved: Tensor, activation: Activation, operands: Sequence[Tensor], request: GradientRequest, *, dim: int
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     native, overwrite, given_output = activation.native, request.overwrite, request.saved == "output"

@@ -4,22 +4,14 @@ import torch
 
 from ...activations import Activation
 from .codegen import computes
+from .elementwise import bias_act, gradient, inverse
+from .gates import gate, gate_gradient
 from .launch import missing_because
-from .triton_elementwise import bias_act, gradient, inverse
-from .triton_gates import gate, gate_gradient
 
 __all__ = [
-    "ADDS_BIAS",
-    "CHUNK_BYTES",
-    "bias_act",
-    "computes",
-    "gate",
-    "gate_gradient",
-    "gradient",
-    "inverse",
-    "missing_because",
-    "slow_because",
-]
+    "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "gate", "gate_gradient", "gradient", "inverse",
+    "missing_because", "slow_because",
+]  # fmt: skip
 
 #: The activation's pass adds the bias at no cost, and sums its gradient.
 ADDS_BIAS = True

@@ -113,21 +113,9 @@ _POWERS: dict[Any, str] = {
 
 #: What Triton does with integers as torch does.
 _OF_INTEGERS = {
-    "abs",
-    "add",
-    "bitwise_and",
-    "bitwise_left_shift",
-    "bitwise_not",
-    "bitwise_or",
-    "bitwise_right_shift",
-    "bitwise_xor",
-    "maximum",
-    "minimum",
-    "mul",
-    "neg",
-    "sub",
-    "where",
-}
+    "abs", "add", "bitwise_and", "bitwise_left_shift", "bitwise_not", "bitwise_or", "bitwise_right_shift",
+    "bitwise_xor", "maximum", "minimum", "mul", "neg", "sub", "where",
+}  # fmt: skip
 
 _TYPES = {
     torch.float32: "tl.float32",

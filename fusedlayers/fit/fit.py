@@ -1,7 +1,5 @@
 """``fit``: measure the blocks of a model, choose which are recomputed, and see that the budget holds."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -13,12 +11,12 @@ from torch import Tensor, nn
 
 from ..recipes.fuse import unfuse
 from ..recipes.patch import patches_of
-from ..reports.step import Step, telling
 from ..utils.example import arguments_from, check_flag, check_uncompiled, eagerly
-from ..utils.formatting import budget_text, counted_lines, path_text, size_text
+from ..utils.formatting import counted_lines, path_text, size_text
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.progress import OnStage, asked, within
 from ..utils.report import Report
+from ..utils.step import Step, telling
 from ..utils.storages import tensors_in
 from .blocks import Block, Blocks, measured
 from .budget import COUNTED, Measurement, Of, Training, everyone
@@ -74,7 +72,7 @@ class FitReport(Report):
         }
         known = {name: each for name, each in found.items() if each is not None}
         width = max(map(len, known))
-        title = f"{self.name}: at most {budget_text(self.budget_bytes)} {COUNTED[self.of]}"
+        title = f"{self.name}: at most {size_text(self.budget_bytes)} {COUNTED[self.of]}"
         lines = [title, "", *counted_lines(rows), ""]
         for name, each in known.items():
             lines.append(f"{name:<{width}}  {size_text(each.bytes):>9}{each.time_ms:>10.4g} ms a step")
@@ -171,7 +169,7 @@ def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
     gradients: list[Tensor | None] = []
 
     def as_it_was() -> int | None:
-        blocks.as_it_was()
+        unfuse(blocks.model)
         try:
             gradients[:] = training.gradients()
             return training.bytes()
@@ -203,7 +201,7 @@ def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
                 "numbers that are not PyTorch's; fuse(model) recomputes none"
             )
         switches = [telling(partial(blocks.save, plan.saved), within(on_stage, 0.5, 1))]
-        switches += [] if eager_bytes is None else [blocks.as_it_was]
+        switches += [] if eager_bytes is None else [partial(unfuse, blocks.model)]
         time_ms, *eager_ms = training.together(lambda: training.times_ms(switches))[0]
     notes = [] if blocks or blocks.skipped else [f"Nothing is recomputed: {NO_BLOCKS}."]
     if eager_bytes is None:

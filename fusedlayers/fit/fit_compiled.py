@@ -5,8 +5,6 @@ Activation Checkpointing Techniques in PyTorch", PyTorch's blog, 2025). Here one
 partitioned graph saves the same before Inductor has made code of it, which takes most of the time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import inductor, is_compiled
-from ..reports.step import Step
 from ..utils.example import arguments_from
 from ..utils.formatting import size_text
 from ..utils.module_state import unchanged
 from ..utils.progress import OnStage, asked
 from ..utils.report import Report
+from ..utils.step import Step
 from ..utils.storages import tensors_in
 from .budget import COUNTED, Measurement, Of, Training
 
@@ -156,10 +154,7 @@ def fit_compiled(
 
 
 def _largest_part(
-    budget: int,
-    tried: dict[float, int],
-    quick_bytes_with: Callable[[float], int],
-    bytes_with: Callable[[float], int],
+    budget: int, tried: dict[float, int], quick_bytes_with: Callable[[float], int], bytes_with: Callable[[float], int]
 ) -> tuple[float, int]:
     """The largest part with which compiled code keeps to the budget, and its bytes; 0 where it does with none."""
     low, low_bytes, high, high_bytes = 0.0, 0, 1.0, quick_bytes_with(1.0)

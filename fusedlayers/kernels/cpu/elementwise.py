@@ -8,8 +8,6 @@
   them, users' functions from their input, and activations that read other tensors.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 
@@ -76,13 +74,7 @@ def bias_act(
 
 
 def gradient(
-    dy: Tensor,
-    saved: Tensor,
-    activation: Activation,
-    operands: Sequence[Tensor],
-    request: GradientRequest,
-    *,
-    dim: int,
+    dy: Tensor, saved: Tensor, activation: Activation, operands: Sequence[Tensor], request: GradientRequest, *, dim: int
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     kernel = gradient_kernel(activation, saved.dtype, request.saved)

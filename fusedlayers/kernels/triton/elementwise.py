@@ -203,13 +203,7 @@ def _forward(
 
 
 def gradient(
-    dy: Tensor,
-    saved: Tensor,
-    activation: Activation,
-    operands: Sequence[Tensor],
-    request: GradientRequest,
-    *,
-    dim: int,
+    dy: Tensor, saved: Tensor, activation: Activation, operands: Sequence[Tensor], request: GradientRequest, *, dim: int
 ) -> tuple[Tensor | None, ...]:
     """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
     dz = saved if request.overwrite and is_dense(saved) else torch.empty_like(saved)

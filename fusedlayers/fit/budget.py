@@ -5,8 +5,6 @@ In a distributed job all processes follow the first one, because their times dif
 that one of them takes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,12 +14,12 @@ from typing import Any, Literal, TypeVar, get_args
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..calls.validation import is_whole
 from ..memory import device_of, peak_bytes, saved_bytes
-from ..reports.step import Step, step_times
+from ..recompute.segments import budget_from
 from ..utils.example import check_model
-from ..utils.formatting import first_line, size_from, size_text
+from ..utils.formatting import first_line, size_text
 from ..utils.module_state import isolated_gradients, random_state
+from ..utils.step import Step, step_times
 from ..utils.storages import trained_in
 
 #: The bytes that a budget counts: those that are saved for the backward pass, or the most that is allocated in a step.
@@ -139,22 +137,3 @@ def everyone(value: T) -> list[T]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def budget_from(function: str, memory_budget_bytes: object) -> int:
-    """The bytes that a number, or a size such as "8GiB", says.
-
-    Raises:
-        ValueError: it is neither.
-    """
-    if isinstance(memory_budget_bytes, str):
-        try:
-            return size_from(memory_budget_bytes)
-        except ValueError as error:
-            raise ValueError(f"{function}: memory_budget_bytes: {error}") from None
-    if not is_whole(memory_budget_bytes) or memory_budget_bytes < 0:
-        raise ValueError(
-            f'{function}: memory_budget_bytes must be a number of bytes, 0 or more, or a size such as "8GiB", got '
-            f"{memory_budget_bytes!r}"
-        )
-    return int(memory_budget_bytes)

@@ -24,9 +24,9 @@ from ...utils.caching import BoundedCache
 from ..interface import GradientRequest
 from . import tiles
 from .codegen import device_function
+from .elementwise import bias_act, gradient
 from .launch import Launch, cdiv, on
 from .tiles import OPTIONS, Matrix, index_of, tile_of
-from .triton_elementwise import bias_act, gradient
 
 #: By what they depend on.
 _launches: BoundedCache[Launch] = BoundedCache(1024)

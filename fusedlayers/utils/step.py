@@ -1,7 +1,5 @@
 """A training step, as reports run and time it: one call of a model, the loss, and the backward pass."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import statistics
@@ -15,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..utils.autograd_graph import leaves_of, nodes_of
-from ..utils.example import does_not_run
-from ..utils.formatting import first_line
-from ..utils.module_state import isolated_gradients
-from ..utils.progress import OnStage
-from ..utils.storages import tensors_in, trained_in
+from .autograd_graph import leaves_of, nodes_of
+from .example import mistake_in
+from .formatting import first_line
+from .module_state import isolated_gradients
+from .progress import OnStage
+from .storages import tensors_in, trained_in
 
 #: Each time is of so many steps, after one that is not timed. The variants take turns, so that a busy machine slows all
 #: of them.
@@ -53,10 +51,10 @@ class Step:
         except Exception as error:
             if isinstance(error, ValueError) and str(error).startswith(f"{self.function}: "):
                 raise
-            if way:
-                reason = f"{type(error).__name__}: {first_line(error)}"
-                raise ValueError(f"{self.function}: the model does not run {way}: {reason}") from error
-            raise does_not_run(self.function, error, self.args) from error
+            hint = "" if way else mistake_in(self.args, error)
+            way = way or f"on these inputs{hint and f' ({hint})'}"
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise ValueError(f"{self.function}: the model does not run {way}: {reason}") from error
 
     def forward(self) -> Tensor:
         """The loss of one call. No reference to the outputs is held."""

@@ -5,12 +5,8 @@ starts and ends, so that every node can be assigned to a module afterwards. Save
 this library's own layers, and others that reuse buffers, save copies.
 """
 
-from __future__ import annotations
-
 import bisect
 import contextlib
-import functools
-import inspect
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -22,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from .._torch import number_of, sequence_number
+from .formatting import callable_name
+from .reading import named_modules_of
 
 
 class ModuleTracker:
@@ -29,13 +27,13 @@ class ModuleTracker:
     module around it."""
 
     def __init__(self, model: Callable[..., Any]) -> None:
-        self.name = _name(model)
+        self.name = callable_name(model)
         self.modules: list[nn.Module] = []  # held, so that ids stay unique
         self._paths: dict[int, str] = {}
         self._stack: list[str] = []
         self._numbers: list[int] = []
         self._stacks: list[tuple[str, ...]] = []
-        for name, module in _modules(model):
+        for name, module in named_modules_of(model):
             self._add(module, name)
 
     def tensors(self) -> Iterator[Tensor]:
@@ -99,30 +97,3 @@ class ModuleTracker:
             if id(inner) not in self._paths:
                 self._paths[id(inner)] = path
                 self.modules.append(inner)
-
-
-def _name(model: Any) -> str:
-    while isinstance(model, functools.partial):
-        model = model.func
-    if isinstance(model, nn.Module):
-        return type(model).__name__
-    return str(getattr(model, "__qualname__", type(model).__name__)).rpartition("<locals>.")[2]
-
-
-def _modules(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that a callable is, belongs to, or reads by name."""
-    if isinstance(model, nn.Module):
-        yield "", model
-    elif isinstance(model, functools.partial):
-        yield from _modules(model.func)
-        for value in (*model.args, *model.keywords.values()):
-            if isinstance(value, nn.Module):
-                yield type(value).__name__, value
-    elif isinstance(owner := getattr(model, "__self__", None), nn.Module):
-        yield "", owner
-    elif inspect.isfunction(model):
-        with contextlib.suppress(ValueError):  # of a variable that has no value yet
-            names = inspect.getclosurevars(model)
-            for name, value in {**names.globals, **names.nonlocals}.items():
-                if isinstance(value, nn.Module):
-                    yield name, value

@@ -10,8 +10,6 @@ most one block from the best. Of alike blocks the last ones are saved: at the pe
 last block holds as much as a saved one, and early ones are recomputed when the others are freed.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping
@@ -27,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from .._torch import tree_leaves
-from ..recipes.fuse import fuse, unfuse
+from ..recipes.fuse import fuse
 from ..recipes.patch import patch_of, patches_of
-from ..reports.step import Step, now
+from ..utils.step import Step, now
 from .budget import Measurement, Of, Training, everyone
 
 #: Inner blocks take the place of an outer one if they compute this part of its results: 92 to 94 % in a stage of
@@ -71,10 +69,6 @@ class Blocks(list[Block]):
             patch.recompute = module in recomputed
             if patch_of(module) is None:
                 patch.attach()
-
-    def as_it_was(self) -> None:
-        """Let the model be as PyTorch trains it."""
-        unfuse(self.model)
 
     def find(self, step: Step) -> Tensor:
         """Fill the list by a forward pass, whose loss is returned. It need not fit without recomputation: the children
