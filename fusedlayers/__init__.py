@@ -12,7 +12,58 @@ from .fit.fit_compiled import fit_compiled
 from .functional import bias_act, conv_bias_act, dense_bias_act, gated_mlp, mlp
 from .invertible.activation import InvertibleActivation
 from .invertible.coupling import AdditiveCoupling, AffineCoupling
+from .invertible.layers import (
+    InvertibleBatchNorm1d,
+    InvertibleBatchNorm2d,
+    InvertibleBatchNorm3d,
+    InvertibleConv1d,
+    InvertibleConv2d,
+    InvertibleConv3d,
+    InvertibleLinear,
+    orthogonal,
+)
 from .invertible.module import InvertibleModule, InvertibleSequential, invertible_checkpoint
+from .invertible.reshape import (
+    InvertibleFlatten,
+    InvertibleIdentity,
+    InvertiblePad,
+    InvertiblePixelShuffle,
+    InvertibleSplit,
+)
+from .nn.activations import (
+    CELU,
+    ELU,
+    GELU,
+    SELU,
+    Hardsigmoid,
+    Hardswish,
+    Hardtanh,
+    LeakyReLU,
+    LogSigmoid,
+    Mish,
+    ReLU6,
+    SiLU,
+    Softplus,
+    Softshrink,
+    Softsign,
+    celu,
+    elu,
+    gelu,
+    hardsigmoid,
+    hardswish,
+    hardtanh,
+    leaky_relu,
+    logsigmoid,
+    mish,
+    quick_gelu,
+    relu6,
+    selu,
+    silu,
+    softplus,
+    softshrink,
+    softsign,
+    squared_relu,
+)
 from .nn.layer import CONV_TYPES, LINEAR_TYPES, FusedConvAct1d, FusedConvAct2d, FusedConvAct3d, FusedDenseAct
 from .nn.mlp import FusedGatedMLP, FusedMLP
 from .recipes.fuse import fuse, unfuse
@@ -21,21 +72,6 @@ from .recompute.recompute import sublinear
 from .recompute.sublinear import SublinearSequential
 from .reports.explanation import explain
 from .reports.memory_report import memory_report
-
-# isort: off
-from .invertible.layers import (
-    InvertibleBatchNorm1d, InvertibleBatchNorm2d, InvertibleBatchNorm3d, InvertibleConv1d, InvertibleConv2d,
-    InvertibleConv3d, InvertibleLinear, orthogonal,
-)  # fmt: skip
-from .invertible.reshape import (
-    InvertibleFlatten, InvertibleIdentity, InvertiblePad, InvertiblePixelShuffle, InvertibleSplit,
-)  # fmt: skip
-from .nn.activations import (
-    CELU, ELU, GELU, SELU, Hardsigmoid, Hardswish, Hardtanh, LeakyReLU, LogSigmoid, Mish, ReLU6, SiLU, Softplus,
-    Softshrink, Softsign, celu, elu, gelu, hardsigmoid, hardswish, hardtanh, leaky_relu, logsigmoid, mish, quick_gelu,
-    relu6, selu, silu, softplus, softshrink, softsign, squared_relu,
-)  # fmt: skip
-# isort: on
 
 if TYPE_CHECKING:
     from .nn.tensor_parallel import FusedColwiseParallel
