@@ -95,10 +95,10 @@ SLOW: dict[str, dict[str, int]] = {
         "test_killed_at_any_time_it_leaves_what_it_has": 0,
     },
     "test_integrations": {
-        "test_lightning": 4,
+        "test_lightning": 3,
+        "test_torchtitans_order": 2,
         "test_trainer": 4,
         "test_trainers_of_others": 3,
-        "test_trainers_one_after_another": 1,
     },
     "test_invertible_layers": {
         "test_peak_memory_does_not_grow_with_depth": 0,
@@ -160,10 +160,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_trace": {
         "test_operations_compute_what_the_function_computes": 10,
-    },
-    "test_trainer_orders": {
-        "test_diffusers_scripts": 1,
-        "test_torchtitans_order": 3,
     },
     "test_triton": {
         "test_every_16_bit_number_backward": 9,
