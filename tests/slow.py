@@ -52,6 +52,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_constants_made_inside_a_context_serve_outside": 2,
         "test_every_activation_compiles": 0,
         "test_the_first_use_may_be_compiled": 0,
+        "test_torch_func_for_every_activation": 5,
     },
     "test_contracts": {
         "test_autocast": 54,
