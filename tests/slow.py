@@ -87,7 +87,7 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_explain": {
         "test_functions_of_the_literature": 2,
-        "test_kinds_and_reasons": 6,
+        "test_kinds_and_reasons": 8,
         "test_names_of_the_table": 6,
         "test_tensors_along_any_dimension_are_tried_on_inputs_that_have_it": 6,
     },
@@ -123,7 +123,7 @@ SLOW: dict[str, dict[str, int]] = {
     "test_integrations": {
         "test_lightning": 3,
         "test_torchtitans_order": 2,
-        "test_trainer": 4,
+        "test_trainer": 3,
         "test_trainers_of_others": 3,
     },
     "test_invertible_layers": {
