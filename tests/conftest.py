@@ -7,6 +7,7 @@ variable: ``test_aot.py``, which compiles for real, takes it out of theirs. With
 The fixtures are for tests of the Triton kernels.
 """
 
+import gc
 import importlib.util
 import os
 from collections.abc import Callable, Iterator
@@ -26,6 +27,14 @@ if not torch.cuda.is_available():
     # torch 2.11 makes a stand-in for the missing GPU when something first traces, and frees it with the thread that
     # traced (pytorch#178950, a crash). Tests trace on short-lived threads; this one lasts.
     torch._C._ensureCUDADeviceGuardSet()
+
+
+gc.disable()  # of what is imported, and of tens of thousands of tests, nothing is garbage, and looking takes seconds
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker

@@ -301,8 +301,10 @@ def living_bytes(run: Callable[[], Tensor], own: Sequence[Tensor]) -> int:
     tracking = pytest.importorskip("torch.distributed._tools.mem_tracker")
     tracker = tracking.MemTracker()
     tracker.track_external(*own)
+    gc.freeze()  # what was there before is not looked through, which would take a second
     with tracker:
         y = run()
         gc.collect()
         (device,) = tracker.get_tracker_snapshot("current").values()
+    gc.unfreeze()
     return int(device["Total"]) - sum(sizes_of(own).values()) - y.untyped_storage().nbytes()

@@ -229,8 +229,8 @@ COMMANDS = {
     "dense": "vit-b/gelu/float32",
     "mlp": "vit-b/gelu/float32",
     "conv": "wavenet/contiguous/tanh/float32",
-    "containers": "revnet/8|resnet152",
     "overhead": "small/bias_act",
+    "containers": "revnet/8|resnet152",
     "saved": "diffusion-blocks/float32",
     "accuracy": "^gelu/bfloat16",
 }

@@ -230,39 +230,6 @@ def test_the_bias_runs_along_any_dimension(dim: int, save: str) -> None:
     )
 
 
-def _laid_out(kind: str, dtype: torch.dtype) -> Tensor:
-    z = torch.randn(4, 6, 10, 8).to(dtype)
-    return {
-        "channels_last": z.contiguous(memory_format=torch.channels_last),
-        "transposed": z.transpose(0, 3),
-        "gaps": z[:, ::2],
-        "offset": z[1:, :, 2:],
-        "expanded": z[:, :1].expand(4, 6, 10, 8),
-        "reversed": z.permute(3, 2, 1, 0),
-    }[kind]
-
-
-@pytest.mark.parametrize("kind", ["channels_last", "transposed", "gaps", "offset", "expanded", "reversed"])
-@pytest.mark.parametrize("name", ["gelu", "tanh", "softsign"])
-@pytest.mark.parametrize("save", SAVES)
-@every_float
-def test_memory_formats_are_kept(kind: str, name: str, save: str, dtype: torch.dtype) -> None:
-    z = _laid_out(kind, dtype).requires_grad_()
-    assert not z.is_contiguous()
-    (b,) = leaves((z.shape[1],), dtype=dtype)
-    y = fl.bias_act(z, b, name, dim=1, save=save)
-    assert y.stride() == torch.empty_like(z).stride()
-    with torch.no_grad():
-        assert fl.bias_act(z, b, name, dim=1).stride() == torch.empty_like(z).stride()
-    compare(
-        lambda z, b, act: fl.bias_act(z, b, act, dim=1, save=save),
-        lambda z, b, f: reference.bias_act(z, b, f, dim=1),
-        resolve(name),
-        z,
-        b,
-    )
-
-
 @pytest.mark.parametrize("name", ["gelu", "silu", "hardswish", "tanh", "softplus", "squared_relu"])
 @pytest.mark.parametrize("save", SAVES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

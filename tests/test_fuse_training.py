@@ -1,21 +1,18 @@
-"""Fused models in training loops, with adapters, in several processes, and on a GPU that is not there: losses and
+"""Fused models that generate, with adapters, in several processes, and on a GPU that is not there: losses and
 gradients are those of the plain model."""
 
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from test_fuse import HIDDEN, IN, MLP, ROWS
+from test_fuse import HIDDEN
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -26,105 +23,6 @@ from fusedlayers.recipes import region
 @pytest.fixture(autouse=True)
 def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
-
-
-@pytest.fixture
-def x() -> Tensor:
-    return torch.randn(ROWS, IN)
-
-
-# --- training loops ---------------------------------------------------------------------------------------------------
-
-
-class Net(nn.Module):
-    """As trainers want it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mlp, self.head = MLP(dropout=0.1), nn.Linear(IN, 2)
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        y = self.head(self.mlp(x))
-        return {"logits": y} if labels is None else {"loss": F.cross_entropy(y, labels), "logits": y}
-
-
-def _by_hand(model: Net, x: Tensor, labels: Tensor, folder: Path) -> list[float]:
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=0.01), []
-    for _ in range(4):
-        loss = model(x, labels)["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
-def _by_transformers(model: Net, x: Tensor, labels: Tensor, folder: Path) -> list[float]:
-    hf = pytest.importorskip("transformers")
-    arguments = hf.TrainingArguments(
-        folder, max_steps=4, per_device_train_batch_size=32, logging_steps=1, use_cpu=True, bf16=True, report_to=[],
-        save_strategy="no", disable_tqdm=True, dataloader_pin_memory=False, seed=3,
-    )  # fmt: skip
-    data = [{"x": row, "labels": int(label)} for row, label in zip(x, labels, strict=True)]
-    trainer = hf.Trainer(model, arguments, train_dataset=data, eval_dataset=data)
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry] + [trainer.evaluate()["eval_loss"]]
-
-
-def _by_accelerate(model: Net, x: Tensor, labels: Tensor, folder: Path) -> list[float]:
-    accelerate = pytest.importorskip("accelerate")
-    accelerator, losses = accelerate.Accelerator(cpu=True, mixed_precision="bf16"), []
-    prepared, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(4):
-        loss = prepared(x, labels)["loss"]
-        accelerator.backward(loss)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    plain = accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)  # which makes a method of its forward
-    accelerate.state.AcceleratorState._reset_state(True)
-    return [*losses, plain(x, labels)["loss"].item()]
-
-
-def _by_lightning(model: Net, x: Tensor, labels: Tensor, folder: Path) -> list[float]:
-    lightning = pytest.importorskip("lightning.pytorch")
-    losses = []
-
-    class Module(lightning.LightningModule):  # type: ignore[misc,name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = model
-
-        def training_step(self, batch: Any, index: int) -> Tensor:
-            loss: Tensor = self.net(*batch)["loss"]
-            losses.append(loss.item())
-            return loss
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
-    trainer = lightning.Trainer(
-        max_epochs=2, accelerator="cpu", precision="bf16-mixed", default_root_dir=folder, **quiet
-    )
-    trainer.fit(Module(), torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, labels), batch_size=32))
-    return losses
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("train", [_by_hand, _by_transformers, _by_accelerate, _by_lightning])
-def test_training_loops(train: Callable[..., list[float]], tmp_path: Path, x: Tensor) -> None:
-    labels, found = (x.sum(1) > 0).long(), []
-    for is_fused in (False, True):
-        torch.manual_seed(0)
-        model = Net()
-        if is_fused:
-            fl.fuse(model)
-        losses = train(model, x, labels, tmp_path)
-        fl.unfuse(model)
-        found.append([*losses, *(parameter.sum().item() for parameter in model.parameters())])
-    assert found[0] == found[1] and len(losses) >= 4
 
 
 def _llama() -> Any:
