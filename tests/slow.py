@@ -109,11 +109,7 @@ SLOW: dict[str, dict[str, int]] = {
     "test_functions": {
         "test_functions": 1,
     },
-    "test_fuse": {
-        "test_gradients_are_as_good_as_torchs": 24,
-    },
     "test_fuse_training": {
-        "test_a_training_step_looks_at_no_value_on_the_device": 1,
         "test_adapters": 1,
     },
     "test_gpu_check": {

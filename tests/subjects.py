@@ -58,7 +58,7 @@ class Block(nn.Module):
         self.norm, self.up, self.down = nn.LayerNorm(12), nn.Linear(12, 40), nn.Linear(40, 7)
         self.activation = activation if isinstance(activation, nn.Module) else self.KINDS[activation]()
         if once:
-            fl.fuse(self, exact=True)
+            fl.fuse(self)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.activation(self.up(self.norm(x))))  # type: ignore[no-any-return]

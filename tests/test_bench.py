@@ -408,7 +408,7 @@ def test_variants_of_a_model_share_their_parameters() -> None:
 
 def test_a_gpu_gets_larger_batches() -> None:
     of_cpus, of_gpus = ({case.id: case for case in models.cases(kind)} for kind in ("cpu", "cuda"))
-    assert len(of_cpus) == 18 and of_cpus.keys() == of_gpus.keys()
+    assert len(of_cpus) == 24 and of_cpus.keys() == of_gpus.keys()
     assert all(case.input[0] == 32 * of_cpus[name].input[0] for name, case in of_gpus.items())
     assert sum(case.is_compiled for case in of_cpus.values()) == 3
     assert not any(case.is_compiled for case in of_gpus.values())

@@ -3,6 +3,7 @@ same training without ``fuse``, to the last bit, and the model is what it was at
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import pkgutil
@@ -410,17 +411,29 @@ def parallelized(order: str) -> nn.Module:
 ORDERS = ["shard fuse", "compile fuse shard", "fuse checkpoint compile shard", "checkpoint compile shard fuse"]
 
 
+@pytest.fixture
+def one_process() -> Iterator[None]:
+    """A group of one process. Behind it nothing of what shards is left, by which ``fuse`` tells that parameters may be
+    freed."""
+    from torch.distributed.fsdp import FSDPModule
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+    torch._dynamo.reset()
+    importlib.import_module("torch.distributed.fsdp._fully_shard._fully_shard").cls_to_fsdp_cls.clear()
+    gc.collect()
+    assert FSDPModule.__subclasses__() == []
+
+
+@pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("order", ORDERS)
 def test_torchtitans_order(order: str) -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        plain, model = parallelized(order.replace("fuse", "")), parallelized(order)
-        loss_of = lambda model: model(torch.randn(8, 32), torch.arange(8) % 2)["loss"]
-        assert losses_of(model, loss_of) == losses_of(plain, loss_of)
-        fl.unfuse(model)
-        assert_same_bits(model, plain)
-    finally:
-        torch.distributed.destroy_process_group()
+    plain, model = parallelized(order.replace("fuse", "")), parallelized(order)
+    loss_of = lambda model: model(torch.randn(8, 32), torch.arange(8) % 2)["loss"]
+    assert losses_of(model, loss_of) == losses_of(plain, loss_of)
+    fl.unfuse(model)
+    assert_same_bits(model, plain)
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------------
