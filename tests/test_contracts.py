@@ -1,6 +1,7 @@
 """What holds of every kind of layer with every kind of activation: one test a property, over both (``subjects.py``).
 
-Pairs of values of any two parameters run by default, and of all other combinations every eighth with ``-m slow``.
+Pairs of values of any two parameters run by default, and of all other combinations every eighth with ``-m slow``, of
+large products ``SLOW_CASES``.
 """
 
 import copy
@@ -57,13 +58,16 @@ def _exists(name: str, activation: str, *rest: Any) -> bool:
     return activation != "none" or not name.startswith(("bias", "activation"))
 
 
+SLOW_CASES = 160
+
+
 @functools.cache
 def _cases(names: tuple[str, ...], others: tuple[Any, ...], where: Callable[..., bool]) -> Cases:
     exists = lambda *case: _exists(*case) and where(*case)
     axes = (names, tuple(ACTIVATIONS), *others)
     pairs = covering(*axes, where=exists)
     rest = [case for case in product(*axes) if exists(*case) and case not in set(pairs)]
-    return [*pairs, *(pytest.param(*case, marks=pytest.mark.slow) for case in rest[::8])]
+    return [*pairs, *(pytest.param(*case, marks=pytest.mark.slow) for case in rest[:: max(8, len(rest) // SLOW_CASES)])]
 
 
 def _each(

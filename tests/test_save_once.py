@@ -50,9 +50,11 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
 # --- the same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("enter", [cases.recipes, cases.fused], ids=["", "fuse alone"])
 @pytest.mark.parametrize(("model", "context"), [*product(cases.MODELS, cases.CONTEXTS)])
-def test_the_same_bits(model: str, context: str, enter: cases.Enter) -> None:
+def test_the_same_bits(model: str, context: str) -> None:
+    """Each model within ``save_once`` in every second context, and by ``fuse`` alone in the others."""
+    pair = [*cases.MODELS].index(model), [*cases.CONTEXTS].index(context)
+    enter = cases.fused if sum(pair) % 2 else cases.recipes
     theirs = cases.trained(model, context, cases.eager)
     ours = cases.trained(model, context, enter)
     assert len(ours) == len(theirs) and all(map(are_equal, ours, theirs))
