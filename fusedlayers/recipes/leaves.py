@@ -102,9 +102,12 @@ class Leaf:
             and not any(region.may_free(t) for t in self.tensors if t.requires_grad)
         )
 
-    def decide(self, run: functools.partial[Any], tensors: Sequence[Tensor], node: Any, before: _Before) -> None:
+    def decide(
+        self, run: functools.partial[Any], tensors: Sequence[Tensor], node: Any, before: tuple[int, Any]
+    ) -> None:
         """By a call, whether it may be run again: it multiplies no matrices, draws no random numbers, reads no tensors
-        with a graph that are neither arguments nor the module's, and is no other compiler's."""
+        with a graph that are neither arguments nor the module's, and is no other compiler's. ``before`` it the next
+        node had this number, and random generators this state."""
         function: Any = run.func.__func__  # type: ignore[attr-defined]  # it is a method of the module
         names, given = function.__code__.co_names, [*tensors, *self.tensors]
         sources = {t.grad_fn for t in given}
@@ -114,14 +117,14 @@ class Leaf:
                 continue
             if type(node) is AccumulateGrad:
                 is_elsewhere |= not any(node.variable is t for t in given)
-            elif number_of(node) >= before.number:
+            elif number_of(node) >= before[0]:
                 seen.add(node)
                 pending += [source for source, _ in node.next_functions]
             else:
                 is_elsewhere = True
         self.is_left_alone = (
             is_elsewhere
-            or before.random_state != _random_state(tensors[0])
+            or before[1] != _random_state(tensors[0])
             or any(name in node.name() for node in seen for name in _HEAVY)
             or any(word in name.lower() for name in names for word in _RANDOM)
             or any(isinstance(function.__globals__.get(name), torch.jit.ScriptFunction) for name in names)
@@ -131,13 +134,6 @@ class Leaf:
 
 #: The leaves, by module.
 _leaves: weakref.WeakKeyDictionary[nn.Module, Leaf] = weakref.WeakKeyDictionary()
-
-
-class _Before:
-    """What is so before a leaf's first call: the number of the next node, and the states of random generators."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.number, self.random_state = sequence_number(), _random_state(tensor)
 
 
 def _state_of(module: nn.Module, run: functools.partial[Any]) -> list[Any]:
@@ -165,7 +161,7 @@ def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> 
     if leaf.is_left_alone or not all(map(_is_simple, tensors)):
         return run()
     versions = [t._version for t in (*leaf.tensors, *tensors)]
-    before = None if leaf.is_known else _Before(tensors[0])
+    before = None if leaf.is_known else (sequence_number(), _random_state(tensors[0]))
     log: list[Packed] = []
     region.log = log
     try:
