@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fusedlayers.activations import Activation
 from fusedlayers.derivative import branch_bit
+from fusedlayers.memory import peak_bytes
 
 Function = Callable[[Tensor], Tensor]
 
@@ -29,6 +30,16 @@ def dense_bias_act(
     """``function(x w^T + b + residual)``: ``(..., in), (out, in), (out,), (..., out) -> (..., out)``."""
     z = F.linear(x, w, b)
     return function(z if residual is None else z + residual)
+
+
+def scratch_bytes(x: Tensor, w: Tensor) -> int:
+    """The bytes that PyTorch's ``x w^T`` takes beside its result: a CPU without instructions for bfloat16 multiplies in
+    float32 first."""
+
+    def product() -> Tensor:
+        return x.detach() @ w.detach().t()
+
+    return peak_bytes(product, device=x.device) - product().nbytes
 
 
 def conv_bias_act(

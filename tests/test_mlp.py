@@ -144,7 +144,8 @@ def test_the_peak_through_forward_and_backward(
 
     ours = functools.partial(step, kind.function, name, save=save)
     ours()
-    assert peak_bytes(ours, device=device) <= most * rows * size * dtype.itemsize
+    product = reference.scratch_bytes(x, w)
+    assert peak_bytes(ours, device=device) <= most * rows * size * dtype.itemsize + product
     eager = functools.partial(step, kind.eager, resolve(name).plain)
     eager()
     assert peak_bytes(eager, device=device) >= (2.9 if kind is PLAIN else 4.9) * rows * size * dtype.itemsize
