@@ -401,11 +401,12 @@ def _switch_off(name: str, error: Exception) -> None:
 
 
 def _is_no_more(node: Any, operand: Stored) -> bool:
-    """Whether the one operand has at most as many bytes as the node's result."""
+    """Whether the node reads this operand alone, which has at most as many bytes as the node's result."""
+    if sum([maker is not None for maker, _ in node.next_functions]) > 1:
+        return False
     given = results_of(node)[0]
     nbytes = operand.packed.nbytes if operand.unpack is None else operand.nbytes
-    operands = sum(maker is not None for maker, _ in node.next_functions)
-    return operands == 1 and nbytes <= math.prod(given.shape) * given.dtype.itemsize
+    return nbytes <= math.prod(given.shape) * given.dtype.itemsize
 
 
 def _writes_to_result(node: Any, operand: Value) -> int:
