@@ -259,12 +259,10 @@ class Node(Function):
 AccumulateGrad: Any = type(torch.autograd.graph.get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
 #: A node's saved tensor, packed as it is.
 SavedTensor: Any = _private("torch:_C._autograd.SavedTensor", "reports lack the inputs of checkpoints", (), _is_class)
-#: What the names of a node's saved tensors, packed as they are, begin with.
+#: What the names of a node's saved tensors, packed as they are, begin with. A Function's are its "tensors".
 RAW_SAVED = "_raw_saved_"
 #: The same of its saved tensors and numbers.
 SAVED = "_saved_"
-#: The saved tensors of a Function, packed as they are, in its order.
-ALL_RAW_SAVED = "_raw_saved_tensors"
 #: The class of a Function's node.
 FORWARD_CLASS = "_forward_cls"
 #: What FSDP's first version gives the parameter that others are views of.

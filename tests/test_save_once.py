@@ -831,7 +831,7 @@ ON_GPUS = {
 
 
 def test_each_row_has_a_node() -> None:
-    assert NODES.keys() | ON_GPUS == replays.REPLAYS.keys() | replays.RESULTS.keys()
+    assert NODES.keys() | ON_GPUS | {"BiasActBackward"} == replays.REPLAYS.keys() | replays.RESULTS.keys()
 
 
 @pytest.mark.parametrize("name", NODES)

@@ -85,18 +85,6 @@ class BiasAct(Node):
         return y
 
     @staticmethod
-    def replay(graph: Any, node: Any, result: Tensor | None) -> Any:
-        """For ``recipes/replays.py``: the function and operands of y, where z is saved."""
-        plan, values = node.plan, graph.saved_tensors(node)
-        if plan.saved != "input" or values is None:
-            return None
-
-        def activated(z: Tensor, *operands: Tensor) -> Any:
-            return plan.backend.bias_act(z, None, plan.activation, operands, dim=plan.dim, encode=False, out=None)
-
-        return activated, values
-
-    @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         _, needs_z, needs_b, needs_residual, _, *needs = ctx.needs_input_grad
         dz, db, *dp = _gradients(ctx, grads[0], needs_b, needs)

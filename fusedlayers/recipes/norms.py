@@ -2,7 +2,7 @@
 
 A node has saved most of what its norm has read. Not in it are eps of layer and RMS norms, and biases that are not
 trained. A module of a fused model notes these in the metadata of the node that made its result; where parameters may be
-freed behind the forward pass of their part of the model (FSDP), it notes copies of them.
+freed after the forward pass of their part of the model (FSDP), it notes copies of them.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _note_facts(region: Region, module: nn.Module, result: Tensor) -> None:
         elif region.may_free(parameter):
             facts[name] = Stored(parameter.detach().clone(), None, region)
             copied += parameter.numel()
-        elif name == "bias" and not parameter.requires_grad:  # else its node is behind the norm's
+        elif name == "bias" and not parameter.requires_grad:  # else the node has it as an operand
             facts[name] = Stored(parameter, None, region)
     node.metadata[_FACTS] = None if 2 * copied > whole.numel() else facts
 
@@ -154,7 +154,7 @@ def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> A
         return region.saved(node, name) or (None if raw.data is None else _UNKNOWN)  # which was written to
     if len(node.next_functions) < 3:  # an RMS norm, which has no bias
         return None
-    return region.parameter(node, 2) or region.behind(node, 2) or _UNKNOWN
+    return region.parameter(node, 2) or region.operand(node, 2) or _UNKNOWN
 
 
 def _batch_norm(node: Any, eps: float) -> Callable[..., Tensor] | None:

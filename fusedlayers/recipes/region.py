@@ -5,7 +5,7 @@ The pack hook is handed what a node saves, with the node that made it. If that r
 the same hooks, so recipes are made of recipes.
 
 Cost: some microseconds for each saved tensor, and in backward each replay once, a pass over memory as a rule. Limits:
-at most ``DEPTH`` replays one behind the other; a recipe reads what its own region has packed, and so nothing across a
+at most ``DEPTH`` replays in a row; a recipe reads what its own region has packed, and so nothing across a
 checkpoint's border.
 """
 
@@ -22,12 +22,9 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from .._torch import (
-    ALL_RAW_SAVED,
     FLAT_PARAMETER,
-    FORWARD_CLASS,
     RAW_SAVED,
     AccumulateGrad,
-    Node,
     lacks,
     number_of,
     results_of,
@@ -39,14 +36,14 @@ from ..utils.module_state import modules_in
 from . import masks
 from .leaves import result_of_leaf
 from .masks import Mask, mask_of, may_be_mask
-from .norms import is_sharded
+from .norms import NORM_REPLAYS, is_sharded
 from .recipe import VIEWS, Hooks, Recipe, Stored, Value, View
 from .replays import REPLAYS, RESULTS, with_options
 
 #: Smaller tensors are saved as they are: a replay would take longer than it is worth. On GPUs each is a launch, for
 #: which a GPU that has little to do waits.
 LEAST_BYTES, GPU_LEAST_BYTES = 1 << 14, 1 << 18
-#: Replays one behind the other, at most.
+#: Replays in a row, at most.
 DEPTH = 4
 _VERSION = operator.attrgetter("_version")
 #: Where a node's metadata has what its first result is packed as, weakly.
@@ -237,17 +234,8 @@ class Region:
             return None
         return Stored(packed, None, self)  # a number: hooks do not get it
 
-    def saved_tensors(self, node: Any) -> list[Value] | None:
-        """The values that a Function of this package has saved, in its order."""
-        try:
-            found = [self.usable(raw.data) for raw in getattr(node, ALL_RAW_SAVED)]
-        except RuntimeError:  # backward has freed it
-            return None
-        values = [value for value in found if value is not None]
-        return values if len(values) == len(found) else None
-
-    def behind(self, node: Any, edge: int) -> Value | None:
-        """The value that the node behind an edge has made: one that is saved somewhere, or a recipe."""
+    def operand(self, node: Any, edge: int) -> Value | None:
+        """The value that the node has read through an edge: one that is saved somewhere, or a recipe."""
         maker, output_nr = node.next_functions[edge]
         if maker is None:
             return None
@@ -262,7 +250,7 @@ class Region:
         return value
 
     def parameter(self, node: Any, edge: int) -> Value | None:
-        """The parameter behind an edge."""
+        """The parameter that the node has read through an edge."""
         maker, _ = node.next_functions[edge]
         if type(maker) is not AccumulateGrad:
             return None
@@ -274,9 +262,9 @@ class Region:
         return Stored(leaf, None, self) if is_same and not self.may_free(leaf) else None
 
     def read(self, node: Any, name: str, edge: int) -> Value | None:
-        """The value that a node has read: it has saved it, or else the node behind the edge has made it."""
+        """The value that a node has read: it has saved it, or else its producer is known."""
         value = self.saved(node, name)
-        return self.behind(node, edge) if value is None else value
+        return self.operand(node, edge) if value is None else value
 
     def usable(self, packed: Any) -> Value | None:
         """A value that recipes may read: of this region, and not written to since."""
@@ -316,9 +304,6 @@ class Region:
         if name in RESULTS:
             return self._of_saved_result(node, result)
         rule: Any = REPLAYS.get(name)
-        if rule is None and isinstance(node, BackwardCFunction):
-            kind: Any = vars(type(node)).get(FORWARD_CLASS)
-            rule = getattr(kind, "replay", None) if kind is not None and issubclass(kind, Node) else None
         recipe: Recipe | None = None
         if rule is not None:
             recipe = self._by_rule(rule, name, node, result)
@@ -347,7 +332,8 @@ class Region:
         function, operands = replay
         dtype = results_of(node)[0].dtype if result is None else result.dtype
         recipe = Recipe(name, dtype, function, operands, self)
-        if operands[0].cloned >= 0 or name not in REPLAYS:
+        recipe.is_fresh = name in NORM_REPLAYS
+        if operands[0].cloned >= 0 or isinstance(node, BackwardCFunction):
             recipe.version = _writes_to_result(node, operands[0])
         is_deep = recipe.depth - (name not in VIEWS) >= DEPTH
         return None if is_deep or (result is not None and result._version != recipe.version) else recipe
@@ -364,12 +350,12 @@ class Region:
         return own
 
     def _of_saved_result(self, node: Any, result: Tensor | None) -> Value | None:
-        """A node's own saved result. It becomes a recipe where what stands behind the node can be had."""
+        """A node's own saved result. It becomes a recipe where the node's operand can be had."""
         own = self.saved(node, "result")
         if own is None or (result is not None and result._version != own.version):
             return None
         self._nesting += 1
-        z = self.behind(node, 0) if isinstance(own, Stored) else None
+        z = self.operand(node, 0) if isinstance(own, Stored) else None
         self._nesting -= 1
         if not isinstance(own, Stored) or z is None or z.depth >= DEPTH:
             return own
@@ -411,8 +397,8 @@ def _is_no_more(node: Any, operand: Stored) -> bool:
 
 def _writes_to_result(node: Any, operand: Value) -> int:
     """How often a node has written to its result itself: a Function of this package says so. An operation in place has
-    once: it saves a clone of its input, which does not stand behind it."""
+    once: it saves a clone of its input, which is not its operand."""
     if hasattr(node, "version"):
         return int(node.version)
-    behind = node.next_functions[0][0]
-    return int(operand.cloned >= 0 and (behind is None or operand.cloned != number_of(behind)))
+    producer = node.next_functions[0][0]
+    return int(operand.cloned >= 0 and (producer is None or operand.cloned != number_of(producer)))

@@ -1,7 +1,7 @@
 """How the results of PyTorch's nodes are replayed: one table, by the node's name.
 
-A rule names the function and its operands: the values that the node has saved, or those that the nodes behind it have
-made (``Region``). It returns None where a number that the result depends on is in no node: the addend of ``x + 1``.
+A rule names the function and its operands: the values that the node has saved, or those that its producers have made
+(``Region``). It returns None where a number that the result depends on is in no node: the addend of ``x + 1``.
 
 Limits: results are those of the same operators on the same operands, so they are the same bits wherever an operator
 gives the same bits twice.
@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._torch import PRELU, AccumulateGrad, results_of, saved_number
+from .._torch import FORWARD_CLASS, PRELU, AccumulateGrad, results_of, saved_number
+from ..ops.pointwise import BiasAct
 from .norms import NORM_REPLAYS
 from .recipe import Recipe, Stored, Value
 
@@ -48,13 +49,13 @@ def _of(function: Callable[..., Tensor], *names: str) -> Rule:
     return rule
 
 
-def _behind(function: Callable[..., Tensor], *names: str) -> Rule:
-    """A function of all that stands behind the node, which saves nothing."""
+def _of_operands(function: Callable[..., Tensor], *names: str) -> Rule:
+    """A function of all operands of a node, which saves none of them."""
 
     def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
         values: list[Value] = []
         for edge in range(len(node.next_functions)):
-            value = region.behind(node, edge)
+            value = region.operand(node, edge)
             if value is None:  # at once: sums are residual ones as a rule, which stay; the other edge would take 7 us
                 return None
             values.append(value)
@@ -75,19 +76,19 @@ def _of_two(function: Callable[..., Tensor], second: str) -> Rule:
 
 
 def _reshape(region: Region, node: Any, result: Tensor | None) -> Replay | None:
-    x, shape = region.behind(node, 0), results_of(node)[0].shape
+    x, shape = region.operand(node, 0), results_of(node)[0].shape
     return None if x is None else (lambda x: x.reshape(shape), (x,))
 
 
 def _clone(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     """Of what is replayed. An operation in place saves a clone of what it then writes over."""
-    x = region.behind(node, 0)
+    x = region.operand(node, 0)
     return (torch.clone, (x,)) if isinstance(x, Recipe) else None
 
 
 def _cast(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     """A tensor that was cast up from 16 bits is stored in 16 bits, where nobody else stores the source."""
-    x, made = region.behind(node, 0), results_of(node)[0]
+    x, made = region.operand(node, 0), results_of(node)[0]
     if x is None and result is not None and made.dtype.itemsize > 2:
         source, output_nr = node.next_functions[0]
         found = () if source is None or type(source) is AccumulateGrad else results_of(source)
@@ -100,12 +101,12 @@ def _cast(region: Region, node: Any, result: Tensor | None) -> Replay | None:
 
 
 def _index(region: Region, node: Any, result: Tensor | None) -> Replay | None:
-    x, indices = region.behind(node, 0), region.saved_list(node, "indices")
+    x, indices = region.operand(node, 0), region.saved_list(node, "indices")
     return None if x is None or not indices else (lambda x, *indices: aten.index(x, indices), (x, *indices))
 
 
 def _expand(region: Region, node: Any, result: Tensor | None) -> Replay | None:
-    x, shape = region.behind(node, 0), results_of(node)[0].shape
+    x, shape = region.operand(node, 0), results_of(node)[0].shape
     return None if x is None else (lambda x: x.expand(shape), (x,))
 
 
@@ -126,7 +127,7 @@ _16_BITS = (torch.bfloat16, torch.float16)
 
 
 def _dropout(region: Region, node: Any, result: Tensor | None) -> Replay | None:
-    x, mask = region.behind(node, 0), region.saved(node, "result1")
+    x, mask = region.operand(node, 0), region.saved(node, "result1")
     p = saved_number(node, "p")
     if x is None or mask is None or p >= 1:
         return None
@@ -139,7 +140,7 @@ def _dropout(region: Region, node: Any, result: Tensor | None) -> Replay | None:
 
 def _pad(region: Region, node: Any, result: Tensor | None) -> Replay | None:
     """The number that is padded with is read off the result: it is in a corner."""
-    pad, x = saved_number(node, "pad"), region.behind(node, 0)
+    pad, x = saved_number(node, "pad"), region.operand(node, 0)
     if x is None or result is None or min(pad) < 0 or not any(pad):
         return None
     ends = [(-1 - i, *pair) for i, pair in enumerate(zip(pad[::2], pad[1::2], strict=True))]
@@ -159,6 +160,18 @@ def _pad(region: Region, node: Any, result: Tensor | None) -> Replay | None:
         return y
 
     return padded, (x,)
+
+
+def _bias_act(region: Region, node: Any, result: Tensor | None) -> Replay | None:
+    """A layer by hand that saves its input; another Function of this name is left alone."""
+    if getattr(type(node), FORWARD_CLASS, None) is not BiasAct or node.plan.saved != "input":
+        return None
+    plan, values = node.plan, region.saved_list(node, "tensors")
+
+    def activated(z: Tensor, *operands: Tensor) -> Any:
+        return plan.backend.bias_act(z, None, plan.activation, operands, dim=plan.dim, encode=False, out=None)
+
+    return None if values is None else (activated, values)
 
 
 #: Nodes that save their input, or the two factors, or nothing that is large.
@@ -181,30 +194,31 @@ REPLAYS: dict[str, Rule] = {
     "MaxPool2DWithIndicesBackward0": _max_pool,
     "IndexBackward0": _index,
     "ExpandBackward0": _expand,
-    "UnsqueezeBackward0": _behind(torch.unsqueeze, "dim"),
-    "SelectBackward0": _behind(aten.select, "dim", "index"),
-    "SliceBackward0": _behind(aten.slice, "dim", "start", "end", "step"),
+    "UnsqueezeBackward0": _of_operands(torch.unsqueeze, "dim"),
+    "SelectBackward0": _of_operands(aten.select, "dim", "index"),
+    "SliceBackward0": _of_operands(aten.slice, "dim", "start", "end", "step"),
     "GluBackward0": _of(F.glu, "dim"),
     "MulBackward0": _of_two(torch.mul, "other"),
     "DivBackward0": _of_two(torch.div, "other"),
-    "NegBackward0": _behind(torch.neg),
-    "AddBackward0": _behind(torch.add, "alpha"),
-    "SubBackward0": _behind(torch.sub, "alpha"),
+    "NegBackward0": _of_operands(torch.neg),
+    "AddBackward0": _of_operands(torch.add, "alpha"),
+    "SubBackward0": _of_operands(torch.sub, "alpha"),
     "NativeDropoutBackward0": _dropout,
     "ToCopyBackward0": _cast,
     "CloneBackward0": _clone,
-    "RepeatBackward0": _behind(aten.repeat, "repeats"),
-    "CatBackward0": _behind(lambda *parts, dim: torch.cat(parts, dim), "dim"),
+    "RepeatBackward0": _of_operands(aten.repeat, "repeats"),
+    "CatBackward0": _of_operands(lambda *parts, dim: torch.cat(parts, dim), "dim"),
     "ConstantPadNdBackward0": _pad,
-    "UpsampleNearest2DBackward0": _behind(aten.upsample_nearest2d, "output_size", "scales_h", "scales_w"),
+    "UpsampleNearest2DBackward0": _of_operands(aten.upsample_nearest2d, "output_size", "scales_h", "scales_w"),
     "ViewBackward0": _reshape,
     "UnsafeViewBackward0": _reshape,
-    "PermuteBackward0": _behind(torch.permute, "dims"),
-    "TransposeBackward0": _behind(torch.transpose, "dim0", "dim1"),
+    "BiasActBackward": _bias_act,
+    "PermuteBackward0": _of_operands(torch.permute, "dims"),
+    "TransposeBackward0": _of_operands(torch.transpose, "dim0", "dim1"),
     **NORM_REPLAYS,
 }
 
-#: Nodes that save their result: the function of what stands behind them, and the names of its options.
+#: Nodes that save their result: the function of their operand, and the names of its options.
 RESULTS: dict[str, tuple[Any, ...]] = {
     "ReluBackward0": (torch.relu,),
     "TanhBackward0": (torch.tanh,),

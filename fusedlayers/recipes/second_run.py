@@ -1,7 +1,7 @@
 """A leaf's second run (``leaves.py``): the call, and the tensors that backward reads of it.
 
 The module's forward pass runs again on its arguments, under hooks that hand out what its nodes save, in order. It stops
-behind the last tensor that is needed, and runs once in a backward pass, for all readers together.
+after the last tensor that is needed, and runs once in a backward pass, for all readers together.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ class _Enough(BaseException):  # no error, which code may catch: it ends a run
 
 
 def _forget(reference: weakref.ref[Frame]) -> None:
-    """Behind a backward pass."""
+    """After a backward pass."""
     frame = reference()
     if frame is not None:
         frame._made = {}
