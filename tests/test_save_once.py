@@ -571,11 +571,20 @@ def _forward_of_an_instance(enter: cases.Enter) -> list[Tensor]:
     return [*torch.autograd.grad(y.sum(), [*model.parameters()])]
 
 
+def _relu_of_a_view(enter: cases.Enter) -> list[Tensor]:
+    """What is viewed is saved by another reader, and must not be written over."""
+    first, second = nn.Linear(32, 32), nn.Linear(64, 32)
+    with enter(nn.ModuleList([first, second])):
+        h = first(torch.randn(8, 32))
+        y = F.gelu(h).sum() + second(torch.relu(h.reshape(4, 64))).square().sum()
+    return [*torch.autograd.grad(y, [*first.parameters(), *second.parameters()])]
+
+
 CORNERS: list[Callable[[cases.Enter], list[Tensor]]] = [
     _biases_of_other_kinds, _long_chains, _replayed_result_is_edited, _norms_are_written_to_before_the_result_is_read,
     _conjugates, _edited_parameter, _casts_from_before_a_step, _promotion_in_place, _plain_batch_norm_in_16_bits,
     _hooks_on_norms, _another_threads_edit, _tied, _cropped, _nested, _sparse, _function_of_a_user,
-    _frozen_encoder, _compiled_part, _forward_of_an_instance,
+    _frozen_encoder, _compiled_part, _forward_of_an_instance, _relu_of_a_view,
 ]  # fmt: skip
 
 

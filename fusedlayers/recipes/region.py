@@ -392,7 +392,7 @@ def _is_no_more(node: Any, operand: Stored) -> bool:
         return False
     given = results_of(node)[0]
     nbytes = operand.packed.nbytes if operand.unpack is None else operand.nbytes
-    return nbytes <= math.prod(given.shape) * given.dtype.itemsize
+    return bool(nbytes <= math.prod(given.shape) * given.dtype.itemsize)
 
 
 def _writes_to_result(node: Any, operand: Value) -> int:
