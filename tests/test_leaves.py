@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import random
 import threading
 import weakref
 from collections.abc import Callable
@@ -55,6 +56,7 @@ def between_layers(leaf: nn.Module) -> nn.Sequential:
 
 def gradients(model: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Tensor] = lambda m, x: m(x)) -> list[Any]:
     torch.manual_seed(0)
+    random.seed(0)
     model.zero_grad()
     run(model, x).square().mean().backward()
     return [p.grad for p in model.parameters()]
@@ -219,7 +221,16 @@ class Sparse(nn.Module):
         return x.tanh() * x.exp() * self.get_buffer("matrix").to_dense()
 
 
-CORNERS = (OwnView, Lazy, Conditioned, SavingOnce, Sparse)
+class Sloped(nn.Module):
+    """It computes a gradient of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x.sin() * x.exp()
+        (slope,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y * slope
+
+
+CORNERS = (OwnView, Lazy, Conditioned, SavingOnce, Sparse, Sloped)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -293,19 +304,59 @@ def test_modules_that_write_to_buffers_or_draw_numbers_run_once(leaf: nn.Module,
         assert len(leaf.runs) == 1
 
 
-class Drawing(NewGELU):
-    """It draws numbers where ``p`` says so, in a function of another name."""
+CHANCE = {"p": 0.0}
 
+
+def _drop(x: Tensor) -> Tensor:
+    return F.dropout(x + 1, CHANCE["p"])
+
+
+def _skip(x: Tensor) -> Tensor:
+    return x.sin() if random.random() < CHANCE["p"] else x.cos()
+
+
+@pytest.mark.parametrize("draw", [_drop, _skip])
+def test_a_leaf_may_draw_numbers_from_some_call_on(draw: Callable[[Tensor], Tensor], x: Tensor) -> None:
+    class Drawing(NewGELU):
+        def forward(self, x: Tensor) -> Tensor:
+            return draw(super().forward(x))
+
+    model = between_layers(Drawing())
+    fl.fuse(model)
+    for p in (0.0, 0.8, 0.8):  # Python draws .84 first, and then .76
+        CHANCE["p"] = p
+        assert all(same(model, x) for _ in range(4))
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_parameters_may_be_frozen_or_trained_between_the_passes(is_trained: bool, x: Tensor) -> None:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        model[1].requires_grad_(is_trained)  # type: ignore[index]
+        y: Tensor = model(x)
+        model[1].requires_grad_(not is_trained)  # type: ignore[index]
+        return y
+
+    model = between_layers(Counted())
+    fl.fuse(model)
+    model(x)
+    found = []
+    for _ in range(2):
+        found.append([each for each in gradients(model, x, run) if each is not None])
+        fl.unfuse(model)
+    assert all(map(torch.equal, *found))
+
+
+class Scaled(NewGELU):
     p = 0.0
 
     def forward(self, x: Tensor, factor: Tensor | None = None, p: float = 0.0, other: Tensor | None = None) -> Tensor:
         x = x if factor is None else x * factor
         x = x if other is None else x + other
-        return super().forward(_noisy(x, self.p + p))
+        return super().forward(_shifted(x, self.p + p))
 
 
-def _noisy(x: Tensor, p: float) -> Tensor:
-    return x + p * torch.rand_like(x) if p else x
+def _shifted(x: Tensor, p: float) -> Tensor:
+    return (x + p).sin() if p else x
 
 
 def test_each_way_to_call_a_leaf_is_looked_at(monkeypatch: pytest.MonkeyPatch, x: Tensor) -> None:
@@ -314,7 +365,7 @@ def test_each_way_to_call_a_leaf_is_looked_at(monkeypatch: pytest.MonkeyPatch, x
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.first, self.leaf, self.last = nn.Linear(WIDTH, WIDTH), Drawing(), nn.Linear(WIDTH, WIDTH)
+            self.first, self.leaf, self.last = nn.Linear(WIDTH, WIDTH), Scaled(), nn.Linear(WIDTH, WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
             h = self.first(x)
@@ -322,13 +373,13 @@ def test_each_way_to_call_a_leaf_is_looked_at(monkeypatch: pytest.MonkeyPatch, x
             y = y + self.leaf(h, None, 0.5) + self.leaf(h, None, 0.0)
             return self.last(y)  # type: ignore[no-any-return]
 
-    twice, once = Twice(), between_layers(Drawing())
+    twice, once = Twice(), between_layers(Scaled())
     for model, leaf in ((twice, twice.leaf), (once, once[1])):
         fl.fuse(model)
         for p in (0.0, 0.5, 0.0):
             leaf.p = p
             assert same(model, x) and same(model, x)
-    monkeypatch.setattr(Drawing, "forward", lambda self, x: _noisy(x.sin() * x.exp(), 0.5))
+    monkeypatch.setattr(Scaled, "forward", lambda self, x: _shifted(x.sin() * x.exp(), 0.5))
     assert same(once, x)
 
 

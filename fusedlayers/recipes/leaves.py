@@ -10,9 +10,10 @@ becomes a part of the second run where more bytes go than its arguments take.
 
 Cost: the module's operators once more in a backward pass, for all readers together, and the host's work. The second
 run finds the module's attributes, and autocast, as the first one did. Left alone are modules that draw random numbers,
-set attributes, write to buffers, parameters or arguments, multiply matrices, or have arguments or attributes that may
-change in themselves, as a dict; and what a CUDA graph captures. Limits: one tensor is returned. What a module reads
-besides (a clock, a global variable) may differ the second time: an error where the shapes of what is saved show it.
+compute gradients, set attributes, write to buffers, parameters or arguments, multiply matrices, or have arguments or
+attributes that may change in themselves, as a dict; and what a CUDA graph captures. Limits: one tensor is returned.
+What a module reads besides (a clock, a global variable) may differ the second time: an error where the shapes of what
+is saved show it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from torch import Tensor, nn
 
 from .._torch import AccumulateGrad, number_of, results_of, sequence_number, storage_id
 from ..calls.validation import PLAIN_TYPES
+from ..utils.reading import names_reached_by
 from .recipe import Stored, Value, View
 from .second_run import RESULT, Call, Frame, Log, Packed, Part
 
@@ -50,8 +52,10 @@ _CONSTANTS = frozenset({*_ARGUMENTS, FunctionType, BuiltinFunctionType, functool
 #: The attributes that every module has, and those of a patch.
 _OF_MODULES = frozenset({*vars(nn.Module()), "forward", "__prepare_scriptable__"})
 _HOOKS: dict[str, Any] = {name: {} for name in _OF_MODULES if name.endswith("hooks")}
-#: What is in a name of what draws random numbers, from a generator that may be anybody's.
+#: What is in a name of what draws random numbers: from Python's or NumPy's generator, or anybody's.
 _RANDOM = ("rand", "rng", "generator")
+#: Names by which a forward pass computes gradients, which takes what its nodes have saved.
+_GRADIENTS = ("autograd", "grad")
 
 
 def is_leaf(module: nn.Module) -> bool:
@@ -102,14 +106,25 @@ class Leaf:
             and not any(region.may_free(t) for t in self.tensors if t.requires_grad)
         )
 
-    def decide(
-        self, run: functools.partial[Any], tensors: Sequence[Tensor], node: Any, before: tuple[int, Any]
-    ) -> None:
-        """By a call, whether it may be run again: it multiplies no matrices, draws no random numbers, reads no tensors
-        with a graph that are neither arguments nor the module's, and is no other compiler's. ``before`` it the next
-        node had this number, and random generators this state."""
+    def trained_as(self, trained: Sequence[bool]) -> Any:
+        """The module, whose tensors need gradients where these say so: users freeze some between the passes."""
+        given = zip(self.tensors, trained, strict=True)
+        others = {id(t): t.detach().requires_grad_(needs) for t, needs in given if t.requires_grad != needs}
+        if not others:
+            return self.module
+        own, module = vars(self.module), object.__new__(type(self.module))
+        for name in ("_parameters", "_buffers"):
+            own = {**own, name: {key: others.get(id(value), value) for key, value in own[name].items()}}
+        vars(module).update({name: others.get(id(value), value) for name, value in own.items()})
+        return module
+
+    def decide(self, run: functools.partial[Any], tensors: Sequence[Tensor], node: Any, first: int) -> None:
+        """Whether it may be run again, by a call that began with this node: it multiplies no matrices, names nothing
+        random, computes no gradients, reads no tensors with a graph that are neither arguments nor the module's, and is
+        no other compiler's."""
         function: Any = run.func.__func__  # type: ignore[attr-defined]  # it is a method of the module
-        names, given = function.__code__.co_names, [*tensors, *self.tensors]
+        names = names_reached_by((function, *vars(self.module).values()), type(self.module))
+        given = [*tensors, *self.tensors]
         sources = {t.grad_fn for t in given}
         pending, seen, is_elsewhere = [node], set[Any](), False
         for node in pending:
@@ -117,16 +132,16 @@ class Leaf:
                 continue
             if type(node) is AccumulateGrad:
                 is_elsewhere |= not any(node.variable is t for t in given)
-            elif number_of(node) >= before[0]:
+            elif number_of(node) >= first:
                 seen.add(node)
                 pending += [source for source, _ in node.next_functions]
             else:
                 is_elsewhere = True
         self.is_left_alone = (
             is_elsewhere
-            or before[1] != _random_state(tensors[0])
             or any(name in node.name() for node in seen for name in _HEAVY)
             or any(word in name.lower() for name in names for word in _RANDOM)
+            or not names.isdisjoint(_GRADIENTS)
             or any(isinstance(function.__globals__.get(name), torch.jit.ScriptFunction) for name in names)
         )
         self.is_known = True
@@ -161,7 +176,7 @@ def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> 
     if leaf.is_left_alone or not all(map(_is_simple, tensors)):
         return run()
     versions = [t._version for t in (*leaf.tensors, *tensors)]
-    before = None if leaf.is_known else (sequence_number(), _random_state(tensors[0]))
+    first, random_state = 0 if leaf.is_known else sequence_number(), _random_state(tensors[0])
     log: list[Packed] = []
     region.log = log
     try:
@@ -170,10 +185,12 @@ def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> 
         region.log = None
     if _state_of(module, run) != leaf.state:
         leaf.is_changing = leaf.is_left_alone = True
+    elif _random_state(tensors[0]) != random_state:  # it may depend on anything whether it draws
+        leaf.is_left_alone = True
     elif type(y) in PLAIN_TYPES and y.grad_fn is not None:
         whole = y if y._base is None else y._base
-        if before is not None:
-            leaf.decide(run, tensors, whole.grad_fn, before)
+        if not leaf.is_known:
+            leaf.decide(run, tensors, whole.grad_fn, first)
         if not leaf.is_left_alone and [t._version for t in (*leaf.tensors, *tensors)] == versions:
             call = Call(leaf, run.func.__func__, tensors, versions)  # type: ignore[attr-defined]  # it is a method
             _replace(region, call, tensors, whole, log)

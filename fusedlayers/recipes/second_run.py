@@ -53,7 +53,7 @@ class Call:
 
     def __init__(self, leaf: Leaf, function: Any, tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
         self.leaf, self._function, self._versions = leaf, function, versions[: len(leaf.tensors)]
-        self._trained = [t.requires_grad for t in tensors]
+        self._trained = [t.requires_grad for t in (*leaf.tensors, *tensors)]
         self._autocast = None
         if autocast_is_active():
             kind = tensors[0].device.type
@@ -67,14 +67,15 @@ class Call:
         """
         if [t._version for t in self.leaf.tensors] != self._versions:
             raise RuntimeError(f"{EDITED}: it belongs to a {self.name}, which backward runs again. {_ADVICE}")
-        args, kwargs = [*self.leaf.args], {**self.leaf.kwargs}
-        for place, tensor, is_trained in zip(self.leaf.places, tensors, self._trained, strict=True):
+        args, kwargs, held = [*self.leaf.args], {**self.leaf.kwargs}, len(self.leaf.tensors)
+        for place, tensor, is_trained in zip(self.leaf.places, tensors, self._trained[held:], strict=True):
             (args if isinstance(place, int) else kwargs)[place] = tensor.detach().requires_grad_(is_trained)
+        module = self.leaf.trained_as(self._trained[:held])
         is_on, dtype = self._autocast or (False, None)
         kind = tensors[0].device.type
         autocast = torch.autocast(kind, dtype, is_on) if self._autocast or autocast_is_active() else nullcontext()
         with torch.enable_grad(), autocast:
-            return self._function(self.leaf.module, *args, **kwargs)
+            return self._function(module, *args, **kwargs)
 
     @property
     def name(self) -> str:

@@ -54,6 +54,27 @@ def reached_by(things: Iterable[object]) -> tuple[list[nn.Module], list[Tensor]]
     return list(modules), tensors
 
 
+def names_reached_by(things: Iterable[object], owner: type) -> set[str]:
+    """The names in the code of functions among some objects, and of all functions that these can call: those that they
+    close over, have as defaults, name among their globals, in modules that are, or in a class."""
+    names, pending, seen = set[str](), [*things], set[int]()
+    while pending:
+        thing: Any = pending.pop()
+        if isinstance(thing, functools.partial):
+            pending += tree_leaves((thing.func, thing.args, thing.keywords))
+        elif hasattr(thing, "__func__"):
+            pending.append(thing.__func__)
+        elif isinstance(thing, types.FunctionType) and id(thing) not in seen:
+            seen.add(id(thing))
+            if (thing.__module__ or "").partition(".")[0] == "torch":
+                continue
+            own, read = names_in(thing.__code__), tree_leaves(read_by(thing))
+            names |= own
+            scopes = [*owner.__mro__, *(value for value in read if isinstance(value, types.ModuleType))]
+            pending += [*read, *(vars(scope)[name] for scope in scopes for name in own if name in vars(scope))]
+    return names
+
+
 def named_modules_of(function: Any) -> list[tuple[str, nn.Module]]:
     """The modules that a callable is, belongs to, or reads by name; those of a partial's arguments by their class."""
     if isinstance(function, functools.partial):
