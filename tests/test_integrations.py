@@ -444,10 +444,8 @@ def test_options_are_checked() -> None:
         callback(exakt=True)
     with pytest.raises(TypeError, match="FuseCallback: report must be True or False, got 1"):
         callback(report=1)
-    for budget in ("a lot", -1, True, 1.5):
-        with pytest.raises(
-            ValueError, match=r"FuseCallback: fit_budget(: memory_budget_bytes| must be bytes, .* got 1.5)"
-        ):
+    for budget in ("a lot", -1, 30, True, 1.5):
+        with pytest.raises(ValueError, match=r"FuseCallback: fit_budget(: memory_budget_bytes| must be bytes)"):
             callback(fit_budget=budget)
 
 
@@ -455,8 +453,8 @@ def test_what_no_trainer_can_fuse() -> None:
     for model, error, message in (
         (None, ValueError, r"FuseCallback: the trainer has no model \(got None\); pass a model to"),
         (print, TypeError, r"fuse: model must be an nn\.Module, got"),
-        (torch.compile(Net()), TypeError, "fuse: the model is compiled, .* or call fuse before torch.compile"),
-        (torch.jit.script(nn.Linear(2, 2)), TypeError, "fuse: the model is of TorchScript; fuse it before you trace"),
+        (torch.compile(Net()), TypeError, "fuse: the model is compiled, .* pass the model as it was"),
+        (torch.jit.script(nn.Linear(2, 2)), TypeError, "fuse: the model is of TorchScript.*pass the module that was"),
     ):
         with pytest.raises(error, match=message):
             FusedTraining().begin(model, types.SimpleNamespace())
@@ -470,7 +468,7 @@ COMPILES = {"torch_compile": True, "torch_compile_backend": "eager"}
     [
         ([None, 0.5], {}, "FuseCallback: got two of them in one trainer; pass one, with the options"),
         ([None], COMPILES, r"FuseCallback: got torch_compile=True, and torch\.compile decides"),
-        ([1000], {}, r"fit: memory_budget_bytes=1000 .* cannot be met: .* ask for that, or pass a"),
+        ([5000], {}, r"fit: memory_budget_bytes=5000 .* cannot be met: .* ask for that, pass a"),
     ],
 )
 def test_trainings_that_cannot_begin(budgets: list[Any], more: dict[str, Any], message: str, tmp_path: Path) -> None:

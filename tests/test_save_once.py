@@ -135,7 +135,7 @@ def test_three_counts_agree(name: str, dtype: torch.dtype) -> None:
     assert by_hooks <= SHARES[name] * theirs
     # A value that a recipe spares may be one that eager does not save: another recipe reads it.
     assert sum(spared.nbytes for spared in found.spared) >= theirs - by_hooks > 0
-    rows = {"bits", *replays.REPLAYS, *replays.RESULTS}
+    rows = {"mask of bits", *replays.REPLAYS, *replays.RESULTS}
     leaves = ("Trained", "NewGELU", "SpelledNorm", "OwnFunction", "GateOfTwo")
     assert all(s.made_by in rows or s.made_by.startswith(leaves) for s in found.spared)
 

@@ -84,7 +84,8 @@ class Training:
         part = "" if taken is None else f", fraction={math.ceil(1e4 * least / taken) / 1e4:g}"
         return ValueError(
             f"{self.step.function}: {self._asked} ({size_text(self.allowed(taken))}) cannot be met: {as_it_is}{way} it "
-            f"{verb} {size_text(least)} ({least} bytes{part}); ask for that, or pass a smaller batch"
+            f"{verb} {size_text(least)} ({least} bytes{part}); ask for that, pass a smaller batch, or switch off the "
+            "model's own checkpoints, in which nothing is planned"
         )
 
     def bytes(self) -> int:

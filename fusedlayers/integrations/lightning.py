@@ -18,7 +18,8 @@ class FuseCallback(Callback):
     ``on_fit_start`` comes after the strategy has wrapped the module. ``on_fit_end`` undoes it, and so does an error.
 
     Args:
-        options: ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
+        report, fit_budget: as for ``FusedTraining``: whether the first step prints a report, and the budget that it
+            fits the model to: bytes, a size such as "8GiB", or a fraction such as 0.3.
 
     Raises:
         TypeError: an unknown option, or one of the wrong type; when the training begins: a compiled module.
@@ -26,8 +27,8 @@ class FuseCallback(Callback):
             that no plan meets, or a module that has not all trained parameters.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._training = FusedTraining(**options)
+    def __init__(self, *, report: bool = False, fit_budget: float | str | None = None) -> None:
+        self._training = FusedTraining(report=report, fit_budget=fit_budget)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if vars(pl_module).get("_compiler_ctx") is not None:  # Lightning took it out of torch.compile's module

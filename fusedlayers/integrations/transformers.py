@@ -15,7 +15,8 @@ class FuseCallback(TrainerCallback):
     ``fusedlayers.unfuse(model)`` or the next training.
 
     Args:
-        options: ``report=False``, ``fit_budget=None``, as for ``FusedTraining``.
+        report, fit_budget: as for ``FusedTraining``: whether the first step prints a report, and the budget that it
+            fits the model to: bytes, a size such as "8GiB", or a fraction such as 0.3.
 
     Raises:
         TypeError: an unknown option, or one of the wrong type; when the training begins: a compiled model.
@@ -23,8 +24,8 @@ class FuseCallback(TrainerCallback):
             compiles the model; at the first step: a budget that no plan meets.
     """
 
-    def __init__(self, **options: Any) -> None:
-        self._training = FusedTraining(**options)
+    def __init__(self, *, report: bool = False, fit_budget: float | str | None = None) -> None:
+        self._training = FusedTraining(report=report, fit_budget=fit_budget)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         if args.torch_compile:

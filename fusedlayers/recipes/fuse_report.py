@@ -85,14 +85,15 @@ class FuseReport(Report):
             before_ms, now_ms = self.step_ms
             yield ""
             yield f"forward and backward: {before_ms:.3g} ms before, {now_ms:.3g} ms now ({now_ms / before_ms:.2f}x)"
-        for found, *titles in ((self.spared, "spares", "how"), (self.kept, "stays", "why")):
+        not_saved = "not saved, where PyTorch saves them, recomputes them, or saves another value in their place"
+        for found, what, title in ((self.spared, not_saved, "how"), (self.kept, "still saved", "why")):
             rows = [
                 (str(r.values), r.made_by, ", ".join(r.read_by), path_text(r.modules), size_text(r.nbytes), r.how)
                 for r in found
             ]
             if rows:
-                yield ""
-                yield from counted_lines([("values", "made by", "read by", "in module", *titles), *rows])
+                yield from ("", f"{what}:")
+                yield from counted_lines([("values", "made by", "read by", "in module", "bytes", title), *rows])
 
 
 def grouped(values: Iterable[Values]) -> tuple[Values, ...]:
@@ -185,7 +186,7 @@ def _because(made_by: str, is_small: bool, owner: Any) -> str:
     if not made_by:
         return "input or mask"
     return (
-        "an operand or number is in no node" if made_by in REPLAYS or made_by in RESULTS else "no single pass makes it"
+        "its operands are not saved" if made_by in REPLAYS or made_by in RESULTS else "no operation by element made it"
     )
 
 

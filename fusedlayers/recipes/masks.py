@@ -25,7 +25,7 @@ _WRITES = 2
 class Mask(Recipe):
     """A mask of bits, or the noise that is ``factor`` where the mask is set, and 0 elsewhere."""
 
-    made_by = "bits"
+    made_by = "mask of bits"
 
     def __init__(self, keep: Tensor, like: Tensor, factor: float | None, hooks: Hooks | None, region: object) -> None:
         self.region, self.version, self._factor = region, like._version, factor

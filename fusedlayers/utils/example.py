@@ -45,11 +45,15 @@ def check_model(function: str, model: object) -> None:
 def check_uncompiled(function: str, model: nn.Module) -> None:
     """Refuse a model whose code is not what runs."""
     if isinstance(model, torch.jit.ScriptModule):
-        raise TypeError(f"{function}: the model is of TorchScript; {function} it before you trace or script it")
+        raise TypeError(
+            f"{function}: the model is of TorchScript, whose code decides what is saved; pass the module that was "
+            "traced or scripted, and train that"
+        )
     if is_compiled(model):
         raise TypeError(
-            f"{function}: the model is compiled, and torch.compile decides itself what to save; {function} what is not "
-            f"compiled, or call {function} before torch.compile, which then leaves it as it is"
+            f"{function}: the model is compiled, and torch.compile decides what is saved, also of a model that "
+            f"{function} has seen before; pass the model as it was and train that, or give torch.compile a budget "
+            "(fusedlayers.fit_compiled)"
         )
 
 
