@@ -24,7 +24,6 @@ def _variants() -> list[Activation]:
 
 
 ACTIVATIONS: tuple[Activation, ...] = tuple(_variants())
-FOLDED = tuple(activation for activation in ACTIVATIONS if activation.is_folded)
 
 #: numpy's remarks on values that the interpreted kernels compute and then do not select: both sides of a ``where`` are
 #: evaluated, with 0 / 0 and log(0) on the side that does not count, and infinities are among the inputs.

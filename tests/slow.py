@@ -17,11 +17,7 @@ WHOLE = ("test_architecture", "test_contracts", "test_messages")
 
 #: Module -> test -> how many of its cases are not slow, where that is another number.
 SLOW: dict[str, dict[str, int]] = {
-    "test_activations": {
-        "test_fits_meet_their_tolerance": 6,
-    },
     "test_analysis": {
-        "test_derivatives_can_be_traced": 4,
         "test_each_is_what_it_was_expected_to_be": 5,
         "test_float32_outputs_tell_everywhere": 8,
         "test_no_nan_but_eagers_and_0_where_it_is_flat": 12,
@@ -74,9 +70,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_custom": {
         "test_a_bias_may_run_along_another_dimension": 11,
-        "test_all_numbers_of_16_bits": 6,
-        "test_dense": 8,
-        "test_derivatives_of_published_functions": 3,
         "test_higher_derivatives": 3,
         "test_numbers_that_change_at_every_call_are_given_up": 0,
         "test_values_and_gradients": 8,
@@ -142,9 +135,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_notebooks": {
         "test_my_model": 0,
     },
-    "test_plan": {
-        "test_under_the_compiler": 1,
-    },
     "test_private_names": {
         "test_a_fault_of_any_name_raises_nowhere_and_changes_no_gradient": 0,
         "test_no_other_file_uses_one": 999,
@@ -184,9 +174,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_sublinear_plans": {
         "test_plans_keep_what_they_say": 6,
-    },
-    "test_trace": {
-        "test_operations_compute_what_the_function_computes": 10,
     },
     "test_triton": {
         "test_every_16_bit_number_backward": 9,

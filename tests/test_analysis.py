@@ -15,14 +15,11 @@ from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, Definition
-from fusedlayers.activations.tracing import trace
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import FLOAT32_ALLOWANCE, GELU_ERRORS, Analysis, analyse
 from fusedlayers.derivative.features import find_features
 from fusedlayers.derivative.input_of import input_of
-from fusedlayers.derivative.monotone import MAXIMUM_SEGMENTS, MonotoneDerivative
-from fusedlayers.derivative.polynomial import PRECISIONS
-from fusedlayers.kernels import GradientRequest, cpu
+from fusedlayers.kernels import GradientRequest
 from fusedlayers.kernels.cpu import value_tables as table
 
 Function = Callable[[Tensor], Tensor]
@@ -319,42 +316,12 @@ def test_inputs_are_found_from_outputs(dtype: torch.dtype) -> None:
 # --- evaluation -------------------------------------------------------------------------------------------------------
 
 
-@every_told
-def test_cpu_tables_hold_the_derivative(published: Published) -> None:
-    activation = _activation(published)
-    assert table.derivative_table(activation) is not None
-    fitted = activation.fitted_derivative()
-    z = torch.randn(100_000)
-    y = activation.encoded(torch.cat([z, torch.linspace(-12, 12, 100_001) + 1e-4]), torch.float32)
-    assert bool(y.isfinite().all())
-    quick, _ = cpu.gradient(torch.ones_like(y), y, activation, (), GradientRequest("output", False, False), dim=-1)
-    if isinstance(fitted, MonotoneDerivative):
-        assert 1 <= len(fitted.segments) <= MAXIMUM_SEGMENTS
-        slow = fitted(y.double())
-    else:
-        assert fitted is not None
-        slow = fitted(y.double(), branch_bit.decode(y, torch.float32))
-    error = (quick.double() - slow).abs() / float(slow.abs().max())
-    assert float(error.max()) <= 2 * table.ADDED
-    assert float(error[: len(z)].square().mean().sqrt()) <= 2 * PRECISIONS[torch.float32].tolerance
-
-
 def test_without_an_accurate_table_polynomials_are_evaluated() -> None:
     """Of three kinks a table has one."""
     activation = _of("kinks", lambda z: torch.tanh(z) + F.hardtanh(z, -0.5, 0.5))
     assert activation.output_refusal(torch.float32) is None and table.derivative_table(activation) is None
     z = torch.randn(10_000)
     assert float((_slopes(z, activation)[1] - derivative(activation.function, z)).abs().max()) < 1e-3
-
-
-@every_told
-def test_derivatives_can_be_traced(published: Published) -> None:
-    activation = _activation(published)
-    for dtype in FLOATS:
-        if activation.output_refusal(dtype) is None:
-            traced = trace(functools.partial(activation.derivative_given_output, dtype=dtype), "y")
-            assert 1 <= len(traced.operations) < 500
-            trace(functools.partial(activation.encoded, dtype=dtype))
 
 
 @pytest.fixture

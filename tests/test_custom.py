@@ -14,16 +14,14 @@ import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from literature import FIXED, PUBLISHED, Published
+from literature import PUBLISHED
 from plans import plans_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedlayers as fl
-from examples.custom_activation import ACTIVATIONS
 from fusedlayers.activations import custom, partition, resolve
 from fusedlayers.calls.tracers import with_operands
-from fusedlayers.derivative.branch_bit import LEAST
 from fusedlayers.memory import saved_bytes
 from fusedlayers.utils.caching import BoundedCache
 
@@ -31,8 +29,6 @@ Function = Callable[[Tensor], Tensor]
 
 TRAINED = tuple(entry for entry in PUBLISHED if entry.trainable)
 HALVES = (torch.bfloat16, torch.float16)
-FLOATS = (torch.float32, *HALVES)
-every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
 compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
@@ -525,16 +521,6 @@ def _trainable(name: str, *values: Tensor) -> Trainable:
     return Trainable(entry.function, *values)
 
 
-class FrozenBuffer(nn.Module):
-    def __init__(self, scale: Tensor, table: Tensor) -> None:
-        super().__init__()
-        self.scale = scale
-        self.register_buffer("table", table.detach())
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z * torch.sigmoid(self.scale * z) + self.table * torch.sin(z)
-
-
 def _pau(coefficients: Tensor) -> Function:
     def function(z: Tensor) -> Tensor:
         a, b = coefficients[:4], coefficients[4:]
@@ -655,28 +641,6 @@ def test_a_bias_may_run_along_another_dimension(case: Case) -> None:
         )
 
 
-#: Of how z is computed, what is saved and in which dtype each two together.
-DENSE = (
-    ((40,), "auto", torch.float32), ((5, 16), "input", torch.float32), ((), "recompute", torch.float32),
-    ((5, 16), "auto", torch.bfloat16), ((), "input", torch.bfloat16), ((40,), "recompute", torch.bfloat16),
-    ((), "auto", torch.float16), ((40,), "input", torch.float16), ((5, 16), "recompute", torch.float16),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("name", "leading", "save", "dtype"),
-    [(name, *how) for name in ("lambda", "unused besides", "PReLU, 2-d", "used twice", "PAU of one vector")
-     for how in DENSE if how[0] or name != "PReLU, 2-d"],
-    ids=str,
-)  # fmt: skip
-def test_dense(name: str, leading: tuple[int, ...], save: str, dtype: torch.dtype) -> None:
-    # PReLU's channels are along dimension 1, whatever the others': in three dimensions not those of the layer.
-    case = next(case for case in CASES if case.name == name)
-    x, w, b = torch.randn(*leading, 8), torch.randn(16, 8), torch.randn(16)
-    ours = lambda f, x, w, b: fl.dense_bias_act(x, w, b, f, save=save)
-    _check(case, dtype, ours, lambda f, x, w, b: f(F.linear(x, w, b)), x, w, b)
-
-
 @pytest.mark.parametrize("shape", [(0, 16), (5, 0, 3), (), (1,), (400,)], ids=str)
 @pytest.mark.parametrize("save", ["auto", "input", "recompute"])
 def test_odd_shapes(shape: tuple[int, ...], save: str) -> None:
@@ -719,23 +683,6 @@ def test_a_step_behind_gelu(step: Function) -> None:
     torch.testing.assert_close(_gradients(y, torch.ones_like(y), [z]), _gradients(expected, torch.ones_like(y), [z]))
 
 
-def test_buffers_and_frozen_parameters_get_no_gradient() -> None:
-    z = torch.randn(40, 16, requires_grad=True)
-    scale, table = nn.Parameter(torch.tensor(0.7)), torch.rand(16)
-    for frozen in (False, True):
-        scale.requires_grad_(not frozen)
-        module = FrozenBuffer(scale, table)
-        assert _reason(module) is None
-        y, eager = fl.bias_act(z, None, module), module(z)
-        torch.testing.assert_close(y, eager)
-        (y * z).sum().backward()
-        assert (scale.grad is None) == frozen if frozen else scale.grad is not None
-        scale.grad = None
-        assert module.table.grad is None
-    y = fl.bias_act(z.detach(), None, FrozenBuffer(scale, table))
-    assert not y.requires_grad
-
-
 def test_a_parameter_that_an_earlier_layer_computes() -> None:
     # A hypernetwork's: not a leaf, and its gradient goes on.
     source = nn.Parameter(torch.randn(16))
@@ -745,15 +692,6 @@ def test_a_parameter_that_an_earlier_layer_computes() -> None:
         scale = torch.exp(source)
         results.append(_gradients(apply(lambda z: _swish(z, scale)), torch.ones(40, 16), [z, source]))  # noqa: B023  # called at once
     torch.testing.assert_close(*results)
-
-
-def test_a_parameter_that_changes_before_backward_is_refused() -> None:
-    p = nn.Parameter(CHANNELS.clone())
-    y = fl.bias_act(torch.randn(40, 16), None, lambda z: _swish(z, p))
-    with torch.no_grad():
-        p.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
 
 
 PER_CHANNEL = nn.Parameter(CHANNELS.clone())
@@ -772,85 +710,7 @@ def test_in_place_writes_over_the_input_and_no_further(function: Function) -> No
         torch.testing.assert_close(given, function(leaf).detach())
 
 
-def test_saving_the_output_is_refused_where_a_tensor_is_read() -> None:
-    p = nn.Parameter(CHANNELS.clone())
-    with pytest.raises(ValueError, match="reads tensors that training may change"):
-        fl.bias_act(torch.randn(40, 16), None, lambda z: _swish(z, p), save="output")
-    with pytest.raises(ValueError, match="reads tensors that training may change"):
-        fl.FusedDenseAct(8, 16, nn.PReLU(16), save="output")
-    with pytest.raises(ValueError, match="is not pointwise"):
-        fl.FusedDenseAct(8, 16, nn.Softmax(-1), save="output")
-    assert "saves the input: PReLU reads tensors" in repr(fl.FusedDenseAct(8, 16, nn.PReLU(16)))
-    assert "saves nothing and recomputes" in repr(fl.FusedDenseAct(8, 16, nn.PReLU(16), save="recompute"))
-
-
-# --- higher derivatives -----------------------------------------------------------------------------------------------
-
-#: Away from all kinks of the functions in the literature.
-SMOOTH = torch.tensor([-4.6, -3.3, -2.6, -1.55, -0.7, -0.3, 0.22, 0.6, 0.8, 1.3, 1.7, 2.5, 3.3, 4.7])
-
-
-def _orders(entry: Published) -> None:
-    values = [torch.tensor(value + 0.03).requires_grad_() for _, value in entry.trainable]
-    z = SMOOTH.view(7, 2).clone().requires_grad_()
-    w, b = torch.tensor([[1.0, 1e-3], [-1e-3, 1.0]]).requires_grad_(), torch.zeros(2).requires_grad_()
-
-    def bias_act(z: Tensor, b: Tensor, *values: Tensor) -> Tensor:
-        return fl.bias_act(z, b, functools.partial(_call, entry.function, values=values), save="input")
-
-    def dense(z: Tensor, w: Tensor, b: Tensor, *values: Tensor) -> Tensor:
-        return fl.dense_bias_act(z, w, b, functools.partial(_call, entry.function, values=values), save="recompute")
-
-    eager = entry.function
-    reference.check_orders(bias_act, lambda z, b, *values: eager(z + b, *values), (z, b, *values))
-    reference.check_orders(dense, lambda z, w, b, *values: eager(F.linear(z, w, b), *values), (z, w, b, *values))
-
-
-@pytest.mark.parametrize("entry", [*TRAINED, *FIXED[::2]], ids=str)
-def test_derivatives_of_published_functions(entry: Published) -> None:
-    _orders(entry)
-
-
-def _call(function: Callable[..., Tensor], z: Tensor, values: tuple[Tensor, ...]) -> Tensor:
-    return function(z, *values)
-
-
-# --- all numbers of 16 bits -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("entry", "dtype"),
-    [*((e, d) for e in TRAINED for d in HALVES), *((e, HALVES[i % 2]) for i, e in enumerate(FIXED))],
-    ids=str,
-)
-def test_all_numbers_of_16_bits(entry: Published, dtype: torch.dtype) -> None:
-    values = [torch.tensor(value).to(dtype) for _, value in entry.trainable]
-    function = functools.partial(_call, entry.function, values=tuple(values))
-    z = reference.all_values(dtype)
-    truth = entry.function(z.double(), *(v.double() for v in values)).to(dtype)
-    eager = function(z)
-    # Arithmetic in between is float32: what that overflows, or cancels, is not counted against it.
-    single = entry.function(z.float(), *(v.float() for v in values)).to(dtype)
-    marked = fl.bias_act(z.clone().requires_grad_(), None, function).detach()
-    # An ambiguous output that underflows, or is rounded up to the least normal number, becomes 0.
-    tiny = (marked == 0) & (truth.abs().double() <= LEAST[dtype])
-    for y in (fl.bias_act(z, None, function), torch.where(tiny, truth, marked)):
-        assert not bool((y.isnan() & ~eager.isnan()).any())
-        there = ~(y.isnan() | eager.isnan())
-        off = torch.minimum(reference.steps(y, truth), reference.steps(y, single))[there]
-        allowed = torch.maximum(torch.tensor(2), 2 * reference.steps(eager, truth)[there])
-        assert bool((off <= allowed).all()), int((off - allowed).max())
-
-
 # --- contexts ---------------------------------------------------------------------------------------------------------
-
-
-LAYERS: dict[str, Callable[[], nn.Module]] = {
-    "prelu": lambda: nn.PReLU(32),
-    "snake": lambda: _trainable("snake", torch.ones(32)),
-    "pau": lambda: _trainable("pau", *(torch.tensor(v) for v in (0.02, 0.5, 1.6, 0.5, 0.0, 1.2))),
-    "fractional": lambda: ACTIVATIONS["fractional"](32),
-}  # fmt: skip
 
 
 def test_the_first_use_may_be_anywhere(traces: list[int]) -> None:
@@ -901,25 +761,6 @@ def test_several_threads_may_be_first() -> None:
     custom._traces.clear()
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(run, range(24)))
-
-
-# --- memory and order -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["snake", "pau", "prelu", "fractional"])
-def test_between_two_linears_z_and_y_are_kept(name: str) -> None:
-    layer = fl.FusedDenseAct(24, 32, LAYERS[name]())
-    w = nn.Parameter(torch.randn(24, 32))
-    x = torch.randn(64, 24)
-    elements = 64 * 32
-    run = lambda x: F.linear(layer(x), w)
-    eager = lambda x: F.linear(layer.activation(F.linear(x, layer.weight, layer.bias)), w)
-    small = 4 * 3 * 32  # what is computed beforehand, from parameters
-    ours = saved_bytes(run, x, exclude=x)
-    assert 8 * elements <= ours <= 8 * elements + small
-    assert ours <= saved_bytes(eager, x, exclude=x) * (1.02 if name == "prelu" else 0.7)
-    layer.save = "recompute"
-    assert 4 * elements <= saved_bytes(run, x, exclude=x) <= 4 * elements + small
 
 
 # --- far from 0, and what hangs on more than values -------------------------------------------------------------------

@@ -14,7 +14,6 @@ from fusedlayers import kernels
 from fusedlayers.activations import Activation
 from fusedlayers.activations.tracing import aten_graph, simplified, slow_kernels
 from fusedlayers.kernels import GradientRequest
-from fusedlayers.kernels.reference import chunks, traced
 from fusedlayers.kernels.reference.traced import Program
 
 Function = Callable[..., Any]
@@ -299,42 +298,6 @@ def test_layouts(layout: str, per_channel: tuple[bool, bool], dtype: torch.dtype
     )
     assert dz is dense
     close(dz, true_gradients[0], **rounding)
-
-
-BLOCKS = [(1, 1, 1), (1, 5, 1), (3, 7, 11), (40, 16, 25), (2, 1000, 3), (7, 1, 1000), (1, 64, 64), (1000, 1, 1)]
-
-
-@pytest.mark.parametrize("size", [64, 200, 4096])
-@pytest.mark.parametrize("shape", BLOCKS, ids=str)
-def test_small_blocks_cover_each_element_once(
-    shape: tuple[int, int, int], size: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(chunks, "PER_THREAD", size)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    seen = torch.zeros(shape, dtype=torch.int32)
-    largest = None
-    for block in chunks.blocks(chunks.Layout(*shape)):
-        seen[block] += 1
-        assert seen[block].numel() <= size
-        largest = largest or seen[block].numel()
-        assert seen[block].numel() <= largest  # buffers are made for the first
-    assert bool((seen == 1).all())
-
-    # And channels' numbers stay with their channels, wherever the cuts are.
-    z, dy = torch.randn(shape).requires_grad_(), torch.randn(shape)
-    operands = [(torch.rand(1, shape[1], 1) + 0.5).requires_grad_(), torch.tensor(0.7, requires_grad=True)]
-    activation = _activation(_kinked, 2)
-    y, dz = torch.empty_like(z).detach(), torch.empty_like(z).detach()
-    traced.activate(z.detach(), y, activation, operands, 1)
-    truth = _kinked(z, *operands)
-    torch.testing.assert_close(y, truth.detach())
-    wanted = GradientRequest("input", False, False, (True, True))
-    found = traced.gradient(dy, z.detach(), dz, activation, operands, wanted, 1)
-    expected = torch.autograd.grad(truth, [z, *operands], dy)
-    torch.testing.assert_close(dz, expected[0])
-    for ours, theirs in zip(found, expected[1:], strict=True):
-        assert ours is not None
-        torch.testing.assert_close(ours.view_as(theirs), theirs, rtol=1e-4, atol=1e-4 * float(theirs.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

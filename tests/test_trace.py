@@ -9,11 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from gpu import ACTIVATIONS
 from reference import derivative
 from torch import Tensor
 
-from fusedlayers.activations import Activation, resolve
+from fusedlayers.activations import resolve
 from fusedlayers.activations.tracing import NotPointwise, Trace, trace
 
 ROOT = Path(__file__).parents[1]
@@ -46,42 +45,6 @@ def evaluate(pointwise: Trace, z: Tensor) -> Tensor:
 #: Kinks, folds, infinities, zeros and everything between.
 EDGES = [0.0, -0.0, 1e-40, -1e-40, 95.0, -95.0, math.inf, -math.inf, math.nan]
 POINTS = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor(EDGES)])
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS, ids=repr)
-def test_operations_compute_what_the_function_computes(activation: Activation) -> None:
-    functions: list[Function] = [
-        activation.function,
-        lambda z: activation.gradient_function(())(torch.ones_like(z), z)[0],
-    ]
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        if activation.is_folded:
-            functions.append(lambda z, dtype=dtype: activation.encoded(z, dtype))
-        if activation.needs_input_reason is None and (activation.is_folded or dtype is torch.float32):
-            functions.append(lambda y, dtype=dtype: activation.derivative_given_output(y, dtype))
-    for function in functions:
-        expected = function(POINTS)
-        # Decompositions may round differently from the kernels that they stand for.
-        torch.testing.assert_close(evaluate(trace(function), POINTS), expected, rtol=2e-6, atol=1e-6, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda z: F.gelu(z) + F.gelu(z, approximate="tanh"),
-        lambda z: (z > 0) * 1.0 + (z > 1) * 1.0,
-        lambda z: (z.to(torch.float16) * 0.1).to(torch.float32),
-        lambda z: torch.where(torch.logical_xor(z, z > 1), z, torch.logical_not(z) * 2.0),
-        lambda z: torch.sub(z, 3.0, alpha=2.5) + torch.rsub(z, torch.exp(z.clamp(max=9.0)), alpha=2.5),
-    ],
-    ids=["gelu", "bool", "half", "logical", "alpha"],
-)
-def test_options_and_types_survive_the_decomposition(function: Function) -> None:
-    # Operations with options that are not arguments, or that convert their arguments, are taken apart.
-    pointwise = trace(function)
-    assert all(len(operation.arguments) <= 3 for operation in pointwise.operations)
-    for z in (POINTS[:-9], torch.tensor([0.0, -0.0])):
-        torch.testing.assert_close(evaluate(pointwise, z), function(z), rtol=2e-6, atol=1e-6, equal_nan=True)
 
 
 # --- what is tidied ---------------------------------------------------------------------------------------------------
