@@ -4,7 +4,6 @@ import copy
 import functools
 import math
 import pickle
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,6 @@ from fusedlayers.calls.decide import describe
 from fusedlayers.derivative import branch_bit
 from fusedlayers.derivative.analysis import GELU_ERRORS
 from fusedlayers.derivative.features import Fold
-from fusedlayers.derivative.folded import FoldedDerivative
-from fusedlayers.derivative.polynomial import PRECISIONS
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (torch.float32, *HALVES)
@@ -82,36 +79,6 @@ def test_every_row_is_output_only_at_its_default_parameters(activation: Activati
         refused = activation.output_refusal(dtype)
         assert (refused is not None) == (dtype is torch.float64)
     assert describe(activation, "auto", torch.float32).startswith("saves ")
-
-
-def test_describe_says_what_is_kept_and_why() -> None:
-    gelu = resolve("gelu")
-    assert describe(gelu, "auto", torch.float32) == "saves the output (last bit = side of minimum)"
-    assert describe(gelu, "recompute", torch.float64) == "not fused: float64 is computed by PyTorch"
-    assert describe(gelu, "input", torch.float32) == "saves the input"
-    assert describe(gelu, "recompute", torch.float32) == "saves nothing and recomputes"
-    assert describe(resolve(None), "auto", torch.float32) == "saves nothing"
-    assert describe(resolve("tanh"), "output", torch.bfloat16) == "saves the output"
-    hooked = nn.GELU()
-    hooked.register_forward_hook(lambda *_: None)
-    assert describe(resolve(hooked), "auto", torch.float32) == "not fused: GELU is left to PyTorch because it has hooks"
-
-
-@pytest.mark.parametrize(
-    ("name", "parameters", "reason"),
-    [
-        ("leaky_relu", {"negative_slope": -0.1}, "negative_slope = -0.1"),
-        ("elu", {"alpha": -1.0}, "alpha = -1"),
-        ("celu", {"alpha": -1.0}, "alpha = -1"),
-        ("trelu", {"threshold": 0.0, "value": 1.0}, "value > threshold"),
-        ("softplus", {"beta": 1.0, "threshold": 2.0}, "threshold = 2"),
-        ("softplus", {"beta": -1.0}, "beta = -1"),
-    ],
-)
-def test_parameters_whose_output_does_not_tell(name: str, parameters: dict[str, float], reason: str) -> None:
-    bound = {row.name: row for row in definitions()}[name].bind(**parameters)
-    assert reason in (bound.needs_input_reason or "")
-    assert describe(bound, "auto", torch.float32).startswith("saves the input: ")
 
 
 @pytest.mark.parametrize("row", definitions(), ids=lambda row: row.name)
@@ -217,25 +184,6 @@ def test_modules_that_were_changed_are_called(kind: type[nn.Module], change: Cal
     assert len(calls) == 2
 
 
-@pytest.mark.parametrize(
-    ("given", "error", "words"),
-    [
-        ("gleu", ValueError, "unknown activation 'gleu'; did you mean 'gelu'? The known ones are: identity, relu"),
-        ("GELO", ValueError, "did you mean 'gelu'? The"),
-        ("leakyrely", ValueError, "did you mean 'leaky_relu'? The"),
-        ("xyz", ValueError, "unknown activation 'xyz'; the known ones are: " + ", ".join(activations())),
-        (3, TypeError, "activation must be a name, a module, a function or None, got int: 3"),
-        (["gelu"], TypeError, "a function or None, got list"),
-        (True, TypeError, "a function or None, got bool"),
-        (nn.PReLU, TypeError, "an instance, PReLU(...), and not the class PReLU"),
-    ],
-    ids=str,
-)
-def test_what_is_no_activation_is_refused(given: object, error: type[Exception], words: str) -> None:
-    with pytest.raises(error, match=f"^resolve: .*{re.escape(words)}"):
-        resolve(given)
-
-
 class _Sevenfold(nn.GELU):
     def forward(self, input: Tensor) -> Tensor:
         return 7 * input
@@ -270,83 +218,6 @@ def test_spellings_are_names_everywhere() -> None:
         assert layer.activation == name and "activation=leaky_relu" in repr(layer)
     compiled = torch.compile(lambda x: fl.dense_bias_act(x, w, None, "LeakyReLU"), backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(x.requires_grad_()), expected)
-
-
-# --- the branch bit ---------------------------------------------------------------------------------------------------
-
-
-def _float32_magnitudes() -> Tensor:
-    """A million and more float32 numbers in [0, 1): random patterns, every exponent, all small subnormals."""
-    random = torch.randint(0, 0x3F80_0000, (1_000_000,), dtype=torch.int32)
-    return torch.cat([random, torch.arange(4096, dtype=torch.int32)]).view(torch.float32)
-
-
-@every_float
-@pytest.mark.parametrize("left", [True, False], ids=["left", "right"])
-def test_negative_outputs_carry_the_branch_and_move_by_one_unit_at_most(dtype: torch.dtype, left: bool) -> None:
-    y = -_float32_magnitudes()[1:]
-    y = y[y < 0]
-    encoded = branch_bit.encode(y, torch.full_like(y, left, dtype=torch.bool), dtype)
-    assert encoded.dtype is torch.float32
-    assert torch.equal(encoded.to(dtype).float(), encoded)  # the dtype holds it exactly
-    on_left = branch_bit.decode(encoded, dtype)
-    assert bool((on_left == left).all())
-    assert bool(((encoded.double() - y.double()).abs() <= encoding_error(y, dtype)).all())
-
-
-@every_float
-def test_what_is_not_negative_stays_exactly_as_it_is(dtype: torch.dtype) -> None:
-    y = torch.cat([_float32_magnitudes().to(dtype).float(), torch.tensor([0.0, math.inf, 3e38])])
-    right = torch.zeros_like(y, dtype=torch.bool)
-    assert torch.equal(branch_bit.encode(y, right, dtype).view(torch.int32), y.view(torch.int32))
-    assert not bool(branch_bit.decode(y, dtype).any())
-
-
-@every_half
-def test_all_negative_numbers_survive_their_own_encoding(dtype: torch.dtype) -> None:
-    y = all_values(dtype).float()
-    y = y[y <= -branch_bit.LEAST[dtype]]
-    left = branch_bit.decode(y, dtype)
-    assert 0.49 < float(left.float().mean()) < 0.51
-    assert torch.equal(branch_bit.encode(y, left, dtype), y)
-
-
-@every_float
-def test_the_sign_of_a_zero_carries_the_branch(dtype: torch.dtype) -> None:
-    y = -torch.tensor([0.0, -0.0, 1e-45, 1e-39, 0.999 * branch_bit.LEAST[dtype]])
-    for marked in (True, False):
-        encoded = branch_bit.encode(y, torch.full_like(y, marked, dtype=torch.bool), dtype)
-        assert bool((encoded == 0).all()) and bool((encoded.signbit() == marked).all())
-        assert bool((branch_bit.decode(encoded, dtype) == marked).all())
-
-
-# --- folds and fits ---------------------------------------------------------------------------------------------------
-
-
-@every_folded
-def test_the_fold_is_the_minimum(activation: Activation) -> None:
-    fold = _fold(activation)
-    position = torch.tensor(fold.position, dtype=torch.float64)
-    around = position + torch.linspace(-1e-4, 1e-4, 2001, dtype=torch.float64)
-    values = activation.function(around)
-    assert abs(float(activation.function(position)) - fold.extremum) < 1e-16
-    assert float(values.min()) > fold.extremum - 1e-16
-    slope = derivative(activation.function, torch.stack([position - 1e-9, position + 1e-9]))
-    assert slope[0] < 0 < slope[1]
-
-
-@every_folded
-@every_float
-def test_fits_meet_their_tolerance(activation: Activation, dtype: torch.dtype) -> None:
-    folded = activation.fitted_derivative(dtype)
-    assert isinstance(folded, FoldedDerivative)
-    z = torch.cat([torch.linspace(-40, 40, 400_001), folded.fold.position + torch.linspace(-0.1, 0.1, 20_001)]).double()
-    if activation.name == "hardswish":  # its slope jumps at -3, where outputs of 1e-7 are taken for 0
-        z = z[(z + 3).abs() > 1e-6]
-    y = activation.function(z)
-    distance = y - folded.fold.extremum
-    slope = folded.of_distance(distance.clamp_min(1e-18), y, z < folded.fold.position)
-    assert float((slope - derivative(activation.function, z)).abs().max()) <= PRECISIONS[dtype].tolerance * 1.01
 
 
 # --- every number -----------------------------------------------------------------------------------------------------

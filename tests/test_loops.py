@@ -73,51 +73,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder / "loops.so", report.read_text()
 
 
-def _loops_of_blocks() -> list[tuple[int, int, int]]:
-    """For each loop over the numbers of a block its first and last line, and how many there are of it."""
-    lines = build.SOURCE.read_text().splitlines()
-    marker = re.compile(r"\b(EACH|FIRST_N)\b")
-    functions = len(loops.FUNCTIONS)
-    found = []
-    inside: str | None = None  # of a macro, which is many lines for the reader and one for the compiler
-    is_compiled = True
-    for number, line in enumerate(lines, 1):
-        if re.match(r"#(elif|else|endif)\b", line):
-            is_compiled = line.startswith("#endif")  # processors with AVX2 have F16C, which comes first
-        if not is_compiled or re.match(r"#define (EACH|FIRST_N)\b", line):
-            continue
-        macro = re.match(r"#define (\w+)\(", line)
-        inside = macro[1] if macro else inside
-        if marker.search(line) and inside is not None:
-            used = [n for n, other in enumerate(lines, 1) if other.strip() == f"FUNCTIONS({inside})"]
-            assert len(used) == 1, f"{inside} is used in another way"
-            found.append((used[0], used[0], functions))
-        elif marker.search(line) and not re.search(r"EACH s\[i\] = y\[i\];", line):  # a copy, by memcpy
-            depth, last = 0, number
-            for last in range(number, len(lines) + 1):
-                text = lines[last - 1][marker.search(line).end() :] if last == number else lines[last - 1]  # type: ignore[union-attr]
-                depth += text.count("{") - text.count("}")
-                if depth <= 0:
-                    break
-            found += [(number, last, 1)] * len(marker.findall(line))
-        if not line.endswith("\\"):
-            inside = None
-    return found
-
-
-def test_every_loop_over_a_block_is_vectorised(made: tuple[Path, str]) -> None:
-    vectorised = [
-        (int(line), int(width))
-        for line, width in re.findall(r"loops\.c:(\d+):\d+: optimized: loop vectorized using (\d+) byte", made[1])
-    ]
-    all_loops = _loops_of_blocks()
-    assert len(all_loops) > 30
-    for first, last, count in all_loops:
-        widths = [width for line, width in vectorised if first <= line <= last]
-        lines = build.SOURCE.read_text().splitlines()[first - 1 : last]
-        assert len(widths) >= count and max(widths) >= 32, (first, *lines)
-
-
 def test_the_functions_hold_packed_arithmetic_alone(made: tuple[Path, str]) -> None:
     if platform.machine() != "x86_64" or shutil.which("objdump") is None:
         pytest.skip("reads x86 instructions")
@@ -551,51 +506,3 @@ def test_what_a_call_reads_lives_until_it_returns(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loops, "functions", lambda: {"forward": forward})
     _forward(torch.randn(1000), resolve("gelu"))
     assert alive == [True]
-
-
-def _writes() -> dict[str, Callable[[], tuple[list[Tensor], list[Tensor]]]]:
-    """Name -> a call of the loops; returns the tensors that it has written to, and those that it has read."""
-    gelu, silu = resolve("gelu"), resolve("silu")
-
-    def forward() -> tuple[list[Tensor], list[Tensor]]:
-        z, b, residual = torch.randn(30, 40), torch.randn(40), torch.randn(30, 40)
-        cpu.bias_act(z, b, gelu, residual=residual, dim=1, encode=True, out=z)
-        return [z], [b, residual]
-
-    def encode() -> tuple[list[Tensor], list[Tensor]]:
-        z, y = torch.randn(99), torch.randn(99)
-        loops.encode(loops.Kernel(torch.float32, fold=gelu.fold), z, y, y)
-        return [y], [z]
-
-    def inverse() -> tuple[list[Tensor], list[Tensor]]:
-        y = _forward(torch.randn(99), silu)
-        version = y._version
-        cpu.inverse(y, silu, None)
-        assert y._version == version
-        cpu.inverse(y, silu, y)
-        return [y], []
-
-    def gradient() -> tuple[list[Tensor], list[Tensor]]:
-        y, dy = torch.randn(30, 40), torch.randn(30, 40)
-        cpu.gradient(dy, y, gelu, (), GradientRequest("output", True, True), dim=1)
-        return [y], [dy]
-
-    def gate() -> tuple[list[Tensor], list[Tensor]]:
-        z, up = torch.randn(2, 99).unbind()
-        z, up = z.clone(), up.clone()
-        cpu.gate(z, up, silu, (), z)
-        return [z], [up]
-
-    def gate_gradient() -> tuple[list[Tensor], list[Tensor]]:
-        z, up = torch.randn(99), torch.randn(99)
-        cpu.gate_gradient(torch.randn(99), z, up, silu, (), ())
-        return [z, up], []
-
-    return {call.__name__: call for call in (forward, encode, inverse, gradient, gate, gate_gradient)}
-
-
-@pytest.mark.parametrize("name", _writes())
-def test_versions_count_what_is_written_and_nothing_else(name: str) -> None:
-    written, read = _writes()[name]()
-    assert all(t._version > 0 for t in written)
-    assert all(t._version == 0 for t in read)
