@@ -17,6 +17,7 @@ from test_contracts import MODULES
 from torch import Tensor, nn
 
 import fusedlayers as fl
+from fusedlayers.calls import plan, sizes
 
 # --- functions of tensors ---------------------------------------------------------------------------------------------
 
@@ -154,14 +155,23 @@ ROWS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ROWS,
     ids=[f"{i} {row[0]}: {', '.join(row[1])}" for i, row in enumerate(ROWS)],
 )
-def test_functions(function: str, change: dict[str, Any], error: type[Exception], said: str) -> None:
+def test_functions(
+    function: str, change: dict[str, Any], error: type[Exception], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a call like it was refused before, and where one was made, fused or by PyTorch, whose plan is kept."""
     call, good = GOOD[function]
     given = {**good, **change}
     tensors = [t for t in given.values() if isinstance(t, Tensor) and not t.is_meta]
     before = [t.clone() for t in tensors]
-    for grad in (True, True, False):  # also where a call like it was refused before
-        with pytest.raises(error, match=f"^{function}: {said}"), torch.set_grad_enabled(grad):
-            call(**given)
+    for small_bytes, grad in ((1 << 10, True), (1 << 10, False), (0, True), (0, False)):
+        monkeypatch.setattr(sizes, "SMALL_BYTES", small_bytes)
+        monkeypatch.setattr(sizes, "MEDIUM_BYTES", small_bytes)
+        plan._plans.clear()
+        for is_first in (True, False):
+            with pytest.raises(error, match=f"^{function}: {said}"), torch.set_grad_enabled(grad):
+                call(**given)
+            if is_first:
+                call(**good)
     assert all(map(torch.equal, tensors, before))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -33,111 +33,15 @@ ACTIVATIONS: dict[str, Any] = {
     "identity": None,
     "sine": torch.sin,
 }
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 SAVES = ("auto", "input", "recompute")
 
-# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
-
-class Subject(NamedTuple):
-    """An operation: what makes the layer, its input's shape, and what PyTorch computes before the activation."""
-
-    make: Callable[[Any, str], nn.Module]
-    shape: tuple[int, ...]
-    eager: Callable[[Any, Tensor], Tensor]
-
-
-SUBJECTS = {
-    "dense": Subject(
-        lambda act, save: fl.FusedDenseAct(12, 40, act, save=save), (30, 12), lambda m, x: F.linear(x, m.weight, m.bias)
-    ),
-    "dense, three dimensions": Subject(
-        lambda act, save: fl.FusedDenseAct(12, 40, act, save=save),
-        (5, 6, 12),
-        lambda m, x: F.linear(x, m.weight, m.bias),
-    ),
-    "conv": Subject(
-        lambda act, save: fl.FusedConvAct2d(3, 8, 3, activation=act, save=save),
-        (4, 3, 9, 9),
-        lambda m, x: F.conv2d(x, m.weight, m.bias),
-    ),
-}
+BOOLS = (True, False)
 
 
 def _kept(call: Callable[[Tensor], Tensor], x: Tensor, module: nn.Module) -> int:
     """Beside the input and the parameters."""
     return saved_bytes(call, x, exclude=[x, module])
-
-
-def _expected(
-    found: decide.Decision, module: Any, x: Tensor, activation: Any, eager: Callable[[Any, Tensor], Tensor]
-) -> int:
-    """What the plan says, in bytes."""
-    if found.saved == "eager":
-        return _kept(lambda t: eager(module, t) if activation is None else activation(eager(module, t)), x, module)
-    z = eager(module, x)
-    return z.numel() * z.itemsize if found.saved in ("output", "input") else 0
-
-
-def _set(module: Any, trains_w: bool, trains_b: bool) -> None:
-    module.weight.requires_grad_(trains_w)
-    module.bias.requires_grad_(trains_b)
-
-
-BOOLS = (True, False)
-GRID = covering(list(SUBJECTS), list(ACTIVATIONS), DTYPES, SAVES, BOOLS, BOOLS, BOOLS)
-
-
-@pytest.mark.parametrize(("subject", "name", "dtype", "save", "trains_x", "trains_w", "trains_b"), GRID)
-def test_the_graph_keeps_what_the_plan_says(
-    subject: str, name: str, dtype: torch.dtype, save: str, trains_x: bool, trains_w: bool, trains_b: bool
-) -> None:
-    make, shape, eager = SUBJECTS[subject]
-    module: Any = make(ACTIVATIONS[name], save).to(dtype)
-    _set(module, trains_w, trains_b)
-    x = torch.randn(shape, dtype=dtype, requires_grad=trains_x)
-    (found,) = plans_of(module, x)
-    assert _kept(module, x, module) == _expected(found, module, x, ACTIVATIONS[name], eager)
-    if not (trains_x or trains_w or trains_b):
-        assert found.path in ("no_grad", "composite")
-    if found.path == "fused":
-        assert module(x).grad_fn.name() in ("BiasActBackward", "ViewBackward0")
-    with torch.no_grad():
-        assert plans_of(module, x)[0].path in ("no_grad", "composite") and module(x).grad_fn is None
-
-
-@pytest.mark.parametrize(("subject", "name", "save"), covering(list(SUBJECTS), list(ACTIVATIONS), SAVES))
-def test_under_autocast(subject: str, name: str, save: str) -> None:
-    make, shape, eager = SUBJECTS[subject]
-    module: Any = make(ACTIVATIONS[name], save)
-    x = torch.randn(shape, requires_grad=True)
-    with torch.autocast("cpu", torch.bfloat16):
-        (found,) = plans_of(module, x)
-        # The casts of the input and of the weight, which eager keeps too.
-        casts = _kept(lambda t: eager(module, t), x, module)
-        activated = _kept(module, x, module)
-        if found.saved == "eager":
-            assert activated == _expected(found, module, x, ACTIVATIONS[name], eager)
-        else:
-            assert activated == casts + _expected(found, module, x, ACTIVATIONS[name], eager)
-    assert found.path == "composite" or found.cast is torch.bfloat16
-
-
-@compiles
-@pytest.mark.parametrize(("subject", "name", "save"), [("dense", "gelu", "auto"), ("dense", "relu", "output")])
-def test_under_the_compiler(subject: str, name: str, save: str) -> None:
-    make, shape, eager = SUBJECTS[subject]
-    module: Any = make(ACTIVATIONS[name], save)
-    x = torch.randn(shape, requires_grad=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True)
-    compiled(x).sum().backward()  # before what stands in for ``torch.compiler.is_compiling``, which dynamo may keep
-    (found,) = plans_of(module, x, compiled=True)
-    assert found.path == "compiled"
-    # Of relu the compiler saves truth values, a quarter of what the plan allows.
-    allowed = _expected(found, module, x, ACTIVATIONS[name], eager)
-    assert _kept(compiled, x, module) == (allowed if name == "gelu" else allowed // 4)
 
 
 def test_a_block_and_its_layers() -> None:
@@ -298,59 +202,6 @@ def test_plans_are_bounded_and_hold_no_tensors(monkeypatch: pytest.MonkeyPatch) 
     assert len(plan._plans) == 20
     flat = [value for found in plan._plans.values() for value in found]
     assert not any(isinstance(value, Tensor) for value in flat)
-
-
-#: Name -> the function, and for each argument a shape that fits and one that does not; None stands for the rows.
-ARGUMENTS: dict[str, tuple[Callable[..., Tensor], dict[str, tuple[tuple[int | None, ...], tuple[int | None, ...]]]]] = {
-    "dense_bias_act": (
-        fl.dense_bias_act,
-        {
-            "input": ((None, 12), (None, 11)),
-            "weight": ((40, 12), (40, 13)),
-            "bias": ((40,), (41,)),
-            "residual": ((None, 40), (40,)),
-        },
-    ),
-    "mlp": (
-        fl.mlp,
-        {
-            "input": ((None, 12), (None, 11)),
-            "weight1": ((40, 12), (40, 13)),
-            "bias1": ((40,), (41,)),
-            "weight2": ((7, 40), (7, 41)),
-            "bias2": ((7,), (8,)),
-        },
-    ),
-}
-
-
-@pytest.mark.parametrize("rows", [30, 3], ids=["fused", "small"])
-@pytest.mark.parametrize(
-    ("name", "argument"), [(name, argument) for name in ARGUMENTS for argument in ARGUMENTS[name][1]]
-)
-def test_a_call_like_one_before_is_checked_where_it_differs(name: str, argument: str, rows: int) -> None:
-    function, shapes = ARGUMENTS[name]
-
-    def call(change: Callable[[Tensor], Tensor] = lambda tensor: tensor, *, fits: bool = True) -> Tensor:
-        tensors = {}
-        for key, (right, wrong) in shapes.items():
-            shape = right if fits or key != argument else wrong
-            tensors[key] = torch.randn([rows if size is None else size for size in shape])
-        tensors[argument] = change(tensors[argument])
-        return function(**tensors)
-
-    expected = call().shape
-    with pytest.raises(ValueError, match=f"{name}: expected"):
-        call(fits=False)
-    with pytest.raises(TypeError, match="must have a floating dtype"):
-        call(lambda t: t.int())
-    with pytest.raises(ValueError, match=r"is on .*; move one of them"):
-        call(lambda t: t.to("meta"))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert call(lambda t: t.bfloat16()).shape == expected
-    for dtype in (torch.bfloat16, torch.float64):
-        with pytest.raises(ValueError, match="must have one dtype"):
-            call(lambda t, dtype=dtype: t.to(dtype))
 
 
 def test_what_pytorch_computes_is_not_held() -> None:
