@@ -1,6 +1,5 @@
 """Functions as lists of pointwise operations: what is tidied away, what is refused, and that nothing is lost."""
 
-import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,42 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from reference import derivative
 from torch import Tensor
 
-from fusedlayers.activations import resolve
-from fusedlayers.activations.tracing import NotPointwise, Trace, trace
+from fusedlayers.activations.tracing import NotPointwise, trace
 
 ROOT = Path(__file__).parents[1]
 
 Function = Callable[[Tensor], Tensor]
-
-
-def evaluate(pointwise: Trace, z: Tensor) -> Tensor:
-    """What the operations compute, by calling ATen's."""
-    values: dict[object, Tensor] = {pointwise.inputs[0]: z}
-    for operation in pointwise.operations:
-        arguments = [values[a] if isinstance(a, str) else a for a in operation.arguments]
-        if operation.op in ("bitcast", "cast"):
-            (source,) = arguments
-            result = source.view(operation.dtype) if operation.op == "bitcast" else source.to(operation.dtype)
-        else:
-            # Where ATen's operator takes tensors only: of the type that the others have, or the result.
-            dtype = next((a.dtype for a in arguments if isinstance(a, Tensor)), operation.dtype)
-            if operation.op == "where":
-                dtype = operation.dtype
-            for i in {"where": (1, 2), "maximum": (0, 1), "minimum": (0, 1)}.get(operation.op, (0,)):
-                arguments[i] = torch.as_tensor(arguments[i], dtype=dtype)
-            result = getattr(torch.ops.aten, operation.op)(*arguments)
-        assert result.dtype is operation.dtype, operation
-        values[operation.name] = result
-    (output,) = pointwise.outputs
-    return values[output] if isinstance(output, str) else torch.full_like(z, output)
-
-
-#: Kinks, folds, infinities, zeros and everything between.
-EDGES = [0.0, -0.0, 1e-40, -1e-40, 95.0, -95.0, math.inf, -math.inf, math.nan]
-POINTS = torch.cat([torch.linspace(-12, 12, 4801), torch.tensor(EDGES)])
 
 
 # --- what is tidied ---------------------------------------------------------------------------------------------------
@@ -93,7 +63,8 @@ def test_the_trace_does_not_depend_on_what_the_caller_has_switched_on(context: C
     expected = trace(F.silu)
     with context():  # type: ignore[attr-defined]
         assert trace(F.silu) == expected
-    assert torch.vmap(lambda z: z if trace(F.silu) == expected else z + 1)(POINTS[:3]).equal(POINTS[:3])
+    z = torch.randn(3)
+    assert torch.vmap(lambda z: z if trace(F.silu) == expected else z + 1)(z).equal(z)
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -126,16 +97,6 @@ def test_what_is_not_pointwise_is_refused(function: Function, message: str) -> N
 def test_in_place_operations_that_torch_cannot_trace_are_named() -> None:
     with pytest.raises(NotPointwise, match="torch cannot trace selu_, which works in place; use inplace=False"):
         trace(lambda z: F.selu(z * 1, inplace=True))
-
-
-@pytest.mark.parametrize(("name", "approximate"), [("gelu", "none"), ("gelu_tanh", "tanh")])
-def test_the_derivative_of_gelu_falls_to_zero_without_cancelling(name: str, approximate: str) -> None:
-    z = torch.linspace(-9, -3, 1000)
-    pointwise = trace(lambda z: torch.ops.aten.gelu_backward(torch.ones_like(z), z, approximate=approximate))
-    exact = derivative(resolve(name).function, z)
-    real = exact.abs() > 1e-30
-    error = (evaluate(pointwise, z).double() - exact).abs()[real] / exact.abs()[real]
-    assert float(error.max()) < 1e-4  # exp amplifies the rounding of its argument; 1 + erf(z) would err by all there is
 
 
 def test_tracing_again_and_again_in_a_fresh_process() -> None:
