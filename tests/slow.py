@@ -36,8 +36,6 @@ SLOW: dict[str, dict[str, int]] = {
     "test_bench": {
         "test_blocks_are_measured_by_others_and_who_is_missing_is_named": 0,
         "test_each_benchmark_measures_its_cases": 2,
-        "test_models_are_measured_in_both_dtypes": 0,
-        "test_resnets_have_as_many_parameters_as_published_ones": 2,
     },
     "test_codegen": {
         "test_every_row_prints_a_readable_function": 3,
@@ -79,7 +77,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_losses_gradients_and_saved_bytes_of_each_process": 0,
     },
     "test_explain": {
-        "test_functions_of_the_literature": 2,
         "test_kinds_and_reasons": 8,
         "test_names_of_the_table": 6,
         "test_tensors_along_any_dimension_are_tried_on_inputs_that_have_it": 6,

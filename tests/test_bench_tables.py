@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bench import overview, report, setups, tables
+from bench import overview, report, tables
 from bench.__main__ import main as bench_main
 
 
@@ -168,25 +168,6 @@ def test_the_picture_is_written_and_checked(tmp_path: Path, capsys: pytest.Captu
     assert readme(path, results, "--check") == 1 and "overview.svg differs" in capsys.readouterr().out
 
 
-def test_the_peers_table(tmp_path: Path) -> None:
-    also = {"peak_bytes": 20 << 20}
-    variants = {
-        "eager": {**measured(12345.6, 1.0, 12), **also, "gradient_error": 1e-7},
-        "optiacts": {**measured(1.0, 1.1, 6), **also, "gradient_error": 5e-3},
-        "Liger": {"skipped": "liger_kernel is not installed"},
-        "fusedlayers": {**measured(1.0, 0.9, 6), **also, "gradient_error": 9e-7},
-    }
-    gated = {name: variants[name] for name in ("eager", "fusedlayers")}
-    cases = [{"id": "MLP", "input": [4, 8], "variants": variants}, {"id": "gated", "input": [2], "variants": gated}]
-    lines = table_of("peers", a_run(cases), tmp_path)
-    assert lines[2].endswith("| MLP (4 x 8) | gated (2) |")
-    assert lines[4:-1] == [
-        "| PyTorch | inputs and outputs of operations | 12.0, 20, 12.3 ms | 12.0, 20, 12.3 ms |",
-        "| optiacts | outputs and a bit for each element | 6.0, 20, 1.10x, dx errs by 5e-03 |  |",
-        "| **`fl.fuse`** | inputs of activations; the factors of products | 6.0, 20, 0.90x | 6.0, 20, 0.90x |",
-    ]
-
-
 def test_the_table_of_setups_in_short(tmp_path: Path) -> None:
     """Reasons once, peaks where PyTorch saves nothing, and which cells have no figure."""
 
@@ -212,27 +193,3 @@ def test_the_table_of_setups_in_short(tmp_path: Path) -> None:
         "DDP, autocast; FSDP2; EMA copy": "not measured",
         "`save_on_cpu` (peak)": ".70",
     }
-
-
-def test_every_setup_is_in_the_short_table_or_left_to_the_compiler() -> None:
-    shown = {setup for row in tables.WORKS_WITH for setup in row}
-    assert {*setups.SETUPS} - shown == {"checkpoints of all blocks, autocast", "blocks compiled"}
-    assert shown <= {*setups.SETUPS}
-
-
-def test_the_fit_table(tmp_path: Path) -> None:
-    def entry(budget: float, **variants: Any) -> dict[str, Any]:
-        return {"budget": budget, "variants": {"eager": measured(2e5, 1.0, 100), **variants}}
-
-    fit = {**measured(1.0, 1.05, 60), "predicted_bytes": 61 * 2**20, "predicted_ratio": 1.1, "planning_s": 16.4}
-    budgets = [entry(0.7, fit=fit, checkpoint=measured(1.0, 1.3, 65)), entry(0.3, fit={"error": "too small"})]
-    run = a_run([{"id": "bert/float32", "saved_bytes": 100 * 2**20, "budgets": budgets}])
-    lines = table_of("fit", run, tmp_path)
-    assert lines[2].endswith(
-        "| budget | checkpoints of blocks | **`fl.fit`** | predicted by `fit` | duration of `fit` |"
-    )
-    assert lines[4:-1] == [
-        "| bert, float32, 100.0 | 70.0% | 65.0%, 1.30x | 60.0%, 1.05x | 61.0%, 1.10x | 16 s, as 82 steps |",
-        "| bert, float32, 100.0 | 30.0% | - | - | - | - |",
-    ]
-    assert "`python -m bench fit-compiled` makes one" in tables.TABLES["fit_compiled"](tmp_path)

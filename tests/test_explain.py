@@ -1,14 +1,11 @@
 """``explain``: what it says of an activation is what happens, and what it measures is so."""
 
-import json
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from literature import PUBLISHED, Published
 from reference import derivative
 from torch import Tensor, nn
 
@@ -17,25 +14,10 @@ from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers.activations import resolve
 from fusedlayers.reports.explanation import COUNT, DTYPES, ModelExplanation
 
-KINDS = {"monotone": "monotone", "folded": "folded", "input": "needs input"}
 NAMES = [str(dtype).removeprefix("torch.") for dtype in DTYPES]
 
 
 # --- kinds and reasons ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("published", PUBLISHED[::3], ids=str)
-def test_functions_of_the_literature(published: Published) -> None:
-    report = fl.explain(published.with_tensors())
-    assert report.kind == KINDS[published.kind]
-    assert report.reason and "\n" not in report.reason
-    assert ("reads tensors" in report.reason) == bool(published.trainable)
-    saved = {"needs input": "saves the input", "folded": "saves the output (last bit = side of minimum)"}
-    assert report.saves["float32"].startswith(saved.get(report.kind, "saves the output"))
-    assert list(report.accuracy) == list(report.saved_bytes) == NAMES
-    plain = json.loads(json.dumps(report.to_dict()))
-    assert plain["kind"] == report.kind and plain["accuracy"]["float32"]["rms"] == report.accuracy["float32"].rms
-    assert "samples" not in plain
 
 
 @pytest.mark.parametrize("name", fl.activations())
@@ -181,12 +163,6 @@ def test_bytes(activation: Callable[[Tensor], Tensor], eager: int, here: int) ->
     assert fl.explain(activation).saved_bytes == {"float32": (eager, here), "float16": half, "bfloat16": half}
 
 
-@pytest.mark.usefixtures("sizes_that_ship")
-def test_bytes_are_those_of_results_that_are_fused() -> None:
-    found = fl.explain("gelu").saved_bytes
-    assert found == {"float32": (8.0, 4.0), "float16": (4.0, 2.0), "bfloat16": (4.0, 2.0)}
-
-
 @pytest.mark.parametrize("activation", ["gelu", "tanh", "softplus", "mish"])
 def test_errors(activation: str) -> None:
     report = fl.explain(activation)
@@ -201,31 +177,6 @@ def test_errors(activation: str) -> None:
         # Other random numbers from the same distribution.
         assert 0.8 * float(error) <= errors.rms <= 1.25 * float(error)
         assert errors.rms <= errors.largest / float(exact.square().mean().sqrt())
-
-
-def test_infinite_derivatives_do_not_count() -> None:
-    for errors in fl.explain(lambda z: torch.sqrt(z)).accuracy.values():
-        assert all(value == value and value < 100 for value in vars(errors).values())
-
-
-# --- the report -------------------------------------------------------------------------------------------------------
-
-
-def test_the_report_is_a_table() -> None:
-    pytest.importorskip("matplotlib")
-    report: Any = fl.explain(lambda z: torch.tanh(z) + 5)
-    lines = str(report).splitlines()
-    header, *rows = lines[3:7]
-    assert [header.count(word) for word in ("eager", "here")] == [3, 3] and len(header) <= 100
-    starts = [header.index("bytes"), header.index("rms error"), header.index("largest")]
-    for row, dtype in zip(rows, NAMES, strict=True):
-        assert row.startswith(f"  {dtype} ")
-        assert all(row[start - 1] == " " != row[start] for start in starts)
-    assert "the output" in rows[0] and "the input" in rows[2]
-    # What differs in one dtype is said once.
-    title = report.figure().get_suptitle()
-    assert title.startswith("<lambda> saves the output, in bfloat16 saves the input\nthe output determines")
-    assert sum("too coarsely" in line for line in lines) == 1 and lines[-1].startswith("  bfloat16: ")
 
 
 # --- pictures ---------------------------------------------------------------------------------------------------------

@@ -152,21 +152,7 @@ def test_a_command_is_stopped_with_its_children_and_keeps_its_log(
         time.sleep(0.05)
 
 
-def test_the_summary_says_where_layers_are_slower(tmp_path: Path) -> None:
-    check = Check(tmp_path, fake=False)
-    times = {mode: {"ratio": 1.2, "ratio_q1": 1.1} for mode in ("forward", "forward_backward")}
-    slow = {"eager": {"saved_bytes": 2}, "fusedlayers": {"saved_bytes": 1, **times}}
-    result = {"quick": False, "not_run": ["b"], "cases": [{"id": "a", "variants": slow}]}
-    (tmp_path / "mlp.json").write_text(json.dumps(result))
-    text = check.summary()
-    assert "## mlp\n\n1 cases measured, 1 not reached in time\n- MISSED: a, forward: 1.200x eager's time" in text
-
-
-def test_each_half_fits_into_nine_minutes() -> None:
-    for items in gpu_check.HALVES.values():
-        more = sum(name in gpu_check.MEASURED for name in items) * 15
-        stops = gpu_check._GRACE_SECONDS * sum(name not in gpu_check.ITEMS for name in items)
-        assert sum(items.values()) + more + stops <= 9 * 60
+def test_what_it_runs_exists() -> None:
     known = {*gpu_check.ITEMS, *gpu_check.MEASURED, "tests"}
     assert {name for items in gpu_check.HALVES.values() for name in items} == known
     files = gpu_check.kernel_tests()
