@@ -289,11 +289,6 @@ def test_its_repr_says_what_is_saved(arguments: tuple[object, ...], said: str) -
     assert said in repr(fl.FusedDenseAct(12, 40, *arguments))
 
 
-def test_its_repr_knows_the_dtype_and_the_choice() -> None:
-    assert "not fused: float64 is comp" in repr(fl.FusedDenseAct(12, 40, "gelu", dtype=torch.float64))
-    assert "saves nothing and recomputes" in repr(fl.FusedDenseAct(12, 40, "gelu", save="recompute"))
-
-
 # --- drop-ins ---------------------------------------------------------------------------------------------------------
 
 _ACTIVATIONS = [
