@@ -7,7 +7,6 @@ import gc
 import json
 import random
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
@@ -437,39 +436,6 @@ def test_no_graph_is_kept(x: Tensor) -> None:
     assert [ref() for ref in kept] == [None] * 2
 
 
-# --- large batches ----------------------------------------------------------------------------------------------------
-
-
-def transformer() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(64, 4, 256, activation="gelu", batch_first=True)
-    return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-
-
-def convolutions() -> nn.Module:
-    layers = [nn.Conv2d(64, 64, 3), nn.BatchNorm2d(64), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(64, 64, 3), nn.GELU()]
-    return nn.Sequential(*layers, nn.Dropout(0.2))
-
-
-@pytest.mark.parametrize("is_cast", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("is_fused", [False, True], ids=["PyTorch", "fuse"])
-@pytest.mark.parametrize(("make", "shape"), [(transformer, (256, 64)), (convolutions, (64, 48, 48))])
-def test_two_small_batches_tell_what_a_large_one_saves(
-    make: Callable[[], nn.Module], shape: tuple[int, ...], is_fused: bool, is_cast: bool
-) -> None:
-    model = make()
-    if is_fused:
-        fl.fuse(model)
-
-    def saved(batch: int) -> int:
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
-            return fl.memory_report(model, torch.randn(batch, *shape)).saved_bytes
-
-    small, double = saved(2), saved(4)
-    predicted = small + (12 - 2) * (double - small) / 2
-    assert saved(12) == pytest.approx(predicted, rel=1e-3)
-    assert small < double / 1.5  # most of it grows
-
-
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 
@@ -552,16 +518,6 @@ def test_alike_modules_are_one_line_and_small_ones_are_summed_up(x: Tensor) -> N
     assert others.split()[-2:] == ["4", "more"]
     shares = [float(line.split()[1]) for line in lines[3 : lines.index(others) + 1]]
     assert sum(shares) == pytest.approx(100, abs=1)
-
-
-def test_long_paths_are_cut_in_the_middle(x: Tensor) -> None:
-    model: nn.Module = mlp()
-    for name in ("a_module_of_a_long_name", "another_module", "one_more_of_them", "the_last_one"):
-        model = nn.ModuleDict({name: model}) if name == "the_last_one" else nn.Sequential(OrderedDict({name: model}))
-    lines = str(fl.memory_report(lambda x: model["the_last_one"](x), x)).splitlines()
-    (gelu,) = (line for line in lines if " GeluBackward0 " in line)
-    assert gelu.split()[2].startswith("model.the_last_one.") and gelu.split()[2].endswith("…odule_of_a_long_name.1")
-    assert len(gelu) == 100
 
 
 def test_pictures(x: Tensor, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from reference import assert_near
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 import fusedlayers as fl
 from fusedlayers.activations import resolve
@@ -163,34 +163,6 @@ def test_backward_for_some_inputs_leaves_the_rest_for_later(name: str) -> None:
     case.w2.grad = None
     tail.backward()
     case.check(lambda y: y.sum())
-
-
-@every_name
-@pytest.mark.parametrize("pack", ["identity", "clone", "collect", "save_on_cpu"])
-@pytest.mark.parametrize("around", ["layer", "next", "both"])
-def test_saved_tensor_hooks_have_it(name: str, pack: str, around: str) -> None:
-    kept: list[Tensor] = []
-
-    def keep(tensor: Tensor) -> Tensor:
-        if pack != "identity":
-            kept.append(tensor.detach())
-        return tensor.clone() if pack == "clone" else tensor
-
-    def hooks(is_on: bool) -> Any:
-        if not is_on:
-            return torch.enable_grad()
-        return save_on_cpu() if pack == "save_on_cpu" else saved_tensors_hooks(keep, lambda t: t)
-
-    case = Case(name)
-    with hooks(around != "next"):
-        y = case.hidden()
-    with hooks(around != "layer"):
-        loss = case.loss(y)
-    del y
-    copies = [t.clone() for t in kept]
-    loss.backward()
-    case.check()
-    assert all(map(torch.equal, kept, copies))
 
 
 @every_name
