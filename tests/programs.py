@@ -1,8 +1,8 @@
 """Random programs for ``test_programs.py``: small trees of modules whose code is a list of instructions.
 
-``Program(seed)`` says everything: how the model is built, what it is called with, how a training step is taken, and
-what changes after ``fuse``. Two builds of one program are alike to the last bit. Branches and spellings of one call
-are left out: they make the same graphs.
+``Program(seed)`` says everything: how the model is built, what it is called with, and how a training step is taken. Two
+builds of one program are alike to the last bit. Branches and spellings of one call are left out: they make the same
+graphs. What changes behind ``fuse`` is in ``test_fuse.py``.
 
 A block (``Steps``) carries one value, ``h``, from instruction to instruction, and others that an instruction kept. An
 instruction is a tuple, the name of a function in ``INSTRUCTIONS`` and its arguments; blocks are nested as modules, and
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -310,15 +309,11 @@ class Model(nn.Module):
         return self.head(h.flatten(2).mean(-1) if self.is_image else h)
 
 
-Change = tuple[Any, ...]
-
-
 @dataclass
 class Program:
     """Of one seed.
 
     Attributes:
-        changes: what is done to the model between ``fuse`` and the step.
         outside: "plain"; "reentrant" or "checkpoint" for a checkpoint around the body; "twice" for two calls, one
             backward pass; "autocast".
         is_second: whether gradients are differentiated once more.
@@ -326,7 +321,6 @@ class Program:
     """
 
     seed: int
-    changes: list[Change] = field(default_factory=list)
     outside: str = "plain"
     is_second: bool = False
     x_needs_gradient: bool = False
@@ -342,18 +336,12 @@ class Program:
         self.x_needs_gradient = rng.random() < 0.5 or self.outside == "reentrant"
         self.leading = self._shape(rng)
         self.width = rng.choice((16, 32, 48, 64))
-        if rng.random() < 0.4:
-            self.changes = [self._change(rng) for _ in range(rng.randint(1, 2))]
 
     def _shape(self, rng: random.Random) -> tuple[int, ...]:
         if self.is_image:
             return rng.choice((2, 4, 8)), rng.choice((4, 6, 8))
         rows = rng.choice((8, 16, 24, 48, 64))
         return (rows,) if rng.random() < 0.6 else (rng.choice((2, 4)), rows // 2)
-
-    def _change(self, rng: random.Random) -> Change:
-        kind = rng.choice(("act", "p", "eps", "eval", "eval part", "class", "freeze", "hook", "bias"))
-        return kind, rng.random(), rng.choice(ACT_MODULES), rng.choice((0.0, 0.1, 0.5)), rng.randrange(4)
 
     def inputs(self) -> Tensor:
         leading = self.leading
@@ -374,59 +362,6 @@ class Program:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.set_rng_state(state)
         return model, log
-
-    @contextmanager
-    def changed(self, model: Model) -> Iterator[None]:
-        """What happens to a model after fuse; classes are put back."""
-        before = [(kind, kind.forward) for kind in (nn.GELU, nn.SiLU, QuickGELU, RMSNorm, nn.Linear)]
-        scale = QuickGELU.scale
-        try:
-            for change in self.changes:
-                _apply(model, *change)
-            yield
-        finally:
-            for kind, forward in before:
-                kind.forward = forward  # type: ignore[method-assign]
-            QuickGELU.scale = scale
-
-
-def _picked(modules: list[Any], place: float) -> list[Any]:
-    return [modules[int(place * len(modules))]] if modules else []
-
-
-def _apply(model: Model, kind: str, place: float, act: str, p: float, which: int) -> None:
-    modules = [*model.modules()]
-    blocks = [module for module in modules if isinstance(module, Steps)]
-    if kind == "act":
-        spots = [(block, name) for block in blocks for name in block._modules if name.startswith("act")]
-        for block, name in _picked(spots, place):
-            setattr(block, name, _act_module(act))
-    elif kind == "p":
-        for module in _picked([m for m in modules if isinstance(m, nn.Dropout | Steps)], place):
-            module.p = p
-    elif kind == "eps":
-        for module in _picked([m for m in modules if isinstance(getattr(m, "eps", None), float)], place):
-            module.eps = 0.3
-    elif kind in ("eval", "eval part"):
-        (model if kind == "eval" else _picked(modules, place)[0]).eval()
-    elif kind == "freeze":
-        for module in _picked(modules, place):
-            module.requires_grad_(False)
-    elif kind == "bias":
-        for module in _picked([m for m in modules if isinstance(m, nn.Linear)], place):
-            module.bias = None
-    elif kind == "hook":
-        for module in _picked(modules, place):
-            _HOOKS[which](module, model.log, "added later")
-    elif which == 0:
-        nn.GELU.forward = lambda self, x: x * torch.sigmoid(x)  # type: ignore[method-assign]
-    elif which == 1:
-        QuickGELU.scale = 0.8
-    elif which == 2:
-        RMSNorm.forward = lambda self, x: x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.1)  # type: ignore[method-assign]
-    else:
-        plain = nn.Linear.forward
-        nn.Linear.forward = lambda self, x: 0.9 * plain(self, x)  # type: ignore[method-assign]
 
 
 # --- hooks of modules -------------------------------------------------------------------------------------------------

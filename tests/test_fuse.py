@@ -27,7 +27,6 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from fusedlayers._torch import saved_tensors_hooks_on_top
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.recipes import region
 from fusedlayers.recipes.fuse_report import count
 from fusedlayers.recipes.patch import patch_of
 
@@ -35,9 +34,7 @@ ROWS, IN, HIDDEN = 64, 32, 128
 HIDDEN_BYTES = 4 * ROWS * HIDDEN
 
 
-@pytest.fixture(autouse=True)
-def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+pytestmark = pytest.mark.usefixtures("small_values_are_replayed")
 
 
 @pytest.fixture
@@ -208,6 +205,11 @@ CHANGES: dict[str, Callable[[Any, pytest.MonkeyPatch], object]] = {
     "eps": lambda m, patch: setattr(m[0].norm, "eps", 0.5),
     "parametrization": lambda m, patch: nn.utils.parametrizations.weight_norm(m[0].up),
     "frozen": lambda m, patch: m[0].up.requires_grad_(False),
+    "bias": lambda m, patch: setattr(m[0].up, "bias", None),
+    "hook": lambda m, patch: m[0].act.register_forward_hook(lambda module, args, y: 0.9 * y),
+    "hook before": lambda m, patch: m[0].norm.register_forward_pre_hook(lambda module, args: (1.1 * args[0],)),
+    "evaluation of a part": lambda m, patch: m[1].eval(),
+    "dropout": lambda m, patch: setattr(m[1].drop, "p", 0.5),
     "dtype": lambda m, patch: m.to(torch.float64),
 }
 

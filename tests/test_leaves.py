@@ -24,9 +24,7 @@ from fusedlayers.recipes import region
 WIDTH = 64
 
 
-@pytest.fixture(autouse=True)
-def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+pytestmark = pytest.mark.usefixtures("small_values_are_replayed")
 
 
 class Counted(NewGELU):

@@ -16,16 +16,13 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
-from fusedlayers.recipes import region
 
 EACH = 50
 #: What a training step computes, by name.
 Found = dict[str, Tensor]
 
 
-@pytest.fixture(autouse=True)
-def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+pytestmark = pytest.mark.usefixtures("small_values_are_replayed")
 
 
 @pytest.fixture(autouse=True)
@@ -79,12 +76,11 @@ def _trained(program: programs.Program, enter: Callable[..., Any] = id) -> Found
     """What a training step computes, of the model that ``enter`` has changed."""
     model, log = program.build()
     enter(model)
-    with program.changed(model):
-        return _step(program, model, log)
+    return _step(program, model, log)
 
 
 def _saves_no_more(program: programs.Program, enter: Callable[..., Any]) -> None:
-    if program.outside != "plain" or program.changes:
+    if program.outside != "plain":
         return
     kept = []
     for change in (id, enter):

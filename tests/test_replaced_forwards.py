@@ -18,12 +18,8 @@ from torch import Tensor, nn
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
-from fusedlayers.recipes import region
 
-
-@pytest.fixture(autouse=True)
-def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+pytestmark = pytest.mark.usefixtures("small_values_are_replayed")
 
 
 class Block(nn.Module):

@@ -34,10 +34,7 @@ from fusedlayers.recipes.save_once import current_region
 from fusedlayers.utils.autograd_graph import nodes_of, saved_by
 from fusedlayers.utils.storages import sizes_of, tensors_in
 
-
-@pytest.fixture(autouse=True)
-def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+pytestmark = pytest.mark.usefixtures("small_values_are_replayed")
 
 
 def are_equal(a: Tensor, b: Tensor) -> bool:
