@@ -41,7 +41,6 @@ class Published:
 
 
 _ABOVE = "rises all the way"
-_CANCELS = "far from 0 it is a difference of large numbers, and jumps in steps as a discontinuous function does"
 _ONE_DIP = "one negative minimum, as GELU"
 _TRAINS = "has trainable parameters"
 
@@ -54,11 +53,6 @@ def _elish(z: Tensor) -> Tensor:
     return torch.where(z >= 0, z * torch.sigmoid(z), torch.expm1(z.clamp(max=0)) * torch.sigmoid(z))
 
 
-def _hard_elish(z: Tensor) -> Tensor:
-    gate = torch.clamp((z + 1) / 2, 0, 1)
-    return torch.where(z >= 0, z, torch.expm1(z.clamp(max=0))) * gate
-
-
 def _srelu(z: Tensor, low: float, below: float, high: float, above: float) -> Tensor:
     return torch.where(z >= high, high + above * (z - high), torch.where(z <= low, low + below * (z - low), z))
 
@@ -66,19 +60,6 @@ def _srelu(z: Tensor, low: float, below: float, high: float, above: float) -> Te
 def _sqnl(z: Tensor) -> Tensor:
     inner = torch.clamp(z, -2, 2)
     return inner - inner * inner.abs() / 4
-
-
-def _hexpo(z: Tensor) -> Tensor:
-    return torch.where(z >= 0, -torch.expm1(-z.clamp(min=0)), torch.expm1(z.clamp(max=0)))
-
-
-def _isrlu(z: Tensor) -> Tensor:
-    inner = torch.clamp(z, max=0)
-    return torch.where(z >= 0, z, inner * torch.rsqrt(1 + inner * inner))
-
-
-def _pau(z: Tensor, a0: float, a1: float, a2: float, a3: float, b1: float, b2: float) -> Tensor:
-    return (a0 + z * (a1 + z * (a2 + z * a3))) / (1 + (z * (b1 + z * b2)).abs())
 
 
 def _pau_5_4(z: Tensor, *parameters: float) -> Tensor:
@@ -89,22 +70,14 @@ def _pau_5_4(z: Tensor, *parameters: float) -> Tensor:
     return last / (1 + (z * (b1 + z * (b2 + z * (b3 + z * b4)))).abs())
 
 
-def _apl(z: Tensor, a1: float, b1: float, a2: float, b2: float) -> Tensor:
-    return torch.relu(z) + a1 * torch.relu(b1 - z) + a2 * torch.relu(b2 - z)
-
-
 def _double_exponential(z: Tensor) -> Tensor:
     return torch.where(z >= 0, z, 1.5 * torch.expm1(z.clamp(max=0)) + 0.5 * torch.expm1(2 * z.clamp(max=0)))
-
-
-def _cube_root_like(z: Tensor) -> Tensor:
-    return torch.sign(z) * (torch.pow(1 + z.abs(), 1 / 3) - 1)
 
 
 PUBLISHED = (
     # --- monotone -----------------------------------------------------------------------------------------------------
     # Barron, Squareplus: A Softplus-Like Algebraic Rectifier, 2021, with b = 4
-    Published("squareplus", lambda z: (z + torch.sqrt(z * z + 4)) / 2, "input", _CANCELS),
+    Published("squareplus", lambda z: (z + torch.sqrt(z * z + 4)) / 2, "input", "far from 0 it jumps in steps"),
     # The same, rationalised below 0. (From torch 2.14 on clamp's gradient at its limit is 0.)
     Published(
         "squareplus_stable",
@@ -116,13 +89,8 @@ PUBLISHED = (
     ),
     # Carlile et al., Improving Deep Learning by Inverse Square Root Linear Units, 2017, alpha = 1
     Published("isru", lambda z: z / torch.sqrt(1 + z * z), "monotone", _ABOVE),
-    Published("isrlu", _isrlu, "monotone", "a linear half and an ISRU"),
     # Wuraola and Patel, SQNL: A New Computationally Efficient Activation Function, 2018
     Published("sqnl", _sqnl, "monotone", "quadratic to plateaus at 1"),
-    # Klimek and Perelstein, Neural Network-Based Approach to Phase Space Integration, 2018, alpha = 1
-    Published("soft_clipping", lambda z: F.softplus(z) - F.softplus(z - 1), "input", _CANCELS),
-    # Kong and Takatsuka, Hexpo: A Vanishing-Proof Activation Function, 2017, all four parameters 1
-    Published("hexpo", _hexpo, "monotone", _ABOVE),
     # Gompertz, 1825, as an activation: Iliev et al., 2018
     Published("gompertz", lambda z: torch.exp(-torch.exp(-z)), "monotone", _ABOVE),
     Published("bent_identity", lambda z: (torch.sqrt(z * z + 1) - 1) / 2 + z, "monotone", _ABOVE),
@@ -131,27 +99,16 @@ PUBLISHED = (
     Published("relu1", lambda z: F.hardtanh(z, 0, 1), "monotone", "two plateaus"),
     # Liu et al., 2019: natural logarithm rectified linear unit, beta = 1
     Published("nlrelu", lambda z: torch.log1p(torch.relu(z)), "monotone", "a logarithm, and a plateau"),
-    # A cube root whose tangent at 0 is finite (one that is vertical there, as the table's cbrt, is refused)
-    Published("cube_root_like", _cube_root_like, "monotone", _ABOVE),
-    # A PReLU and an SReLU whose parameters no longer train
-    Published("prelu_fixed", lambda z: torch.where(z >= 0, z, 0.25 * z), "monotone", "a kink at 0"),
     Published("srelu_fixed", lambda z: _srelu(z, -1.0, 0.1, 2.0, 0.3), "monotone", "two kinks"),
     # --- folded -------------------------------------------------------------------------------------------------------
     # Basirat and Roth, The Quest for the Golden Activation Function, 2018
     Published("elish", _elish, "input", "its second derivative jumps at 0"),
-    Published("hard_elish", _hard_elish, "input", "clamp has the slope 1 at its ends, and 0 beyond"),
     # Liu and Di, TanhExp: A Smooth Activation Function, 2020
     Published("tanhexp", lambda z: z * torch.tanh(torch.exp(z)), "folded", _ONE_DIP),
     # Naveen, Phish: A Novel Hyper-Optimizable Activation Function, 2022
     Published("phish", lambda z: z * torch.tanh(F.gelu(z)), "input", "turns twice"),
     # Roy et al., LiSHT, 2019
     Published("lisht", lambda z: z * torch.tanh(z), "input", "its outputs are positive on both sides of its minimum"),
-    # Vallés-Pérez et al., Empirical Study of the Modulus as Activation Function, 2023
-    Published("modulus", torch.abs, "input", "its outputs are positive on both sides of its minimum"),
-    # Zhu et al., Logish, 2021
-    Published("logish", lambda z: z * torch.log1p(torch.sigmoid(z)), "folded", _ONE_DIP),
-    # Nag and Bhattacharyya, SERF, 2021
-    Published("serf", lambda z: z * torch.erf(F.softplus(z)), "folded", _ONE_DIP),
     # Patwardhan et al., ARiA, 2018: alpha = 1.5, beta = 2
     Published("aria2", lambda z: z * torch.pow(1 + torch.exp(-2 * z), -1.5), "folded", _ONE_DIP),
     # Wang et al., Smish, 2022
@@ -164,11 +121,6 @@ PUBLISHED = (
     Published("gaussian", lambda z: torch.exp(-z * z), "input", "at a top at 1 an output tells too little"),
     # Ziyin et al., Neural Networks Fail to Learn Periodic Functions, 2020, a = 1
     Published("snake_fixed", lambda z: z + torch.sin(z).square(), "input", "its slope never settles"),
-    # So et al., Primer, 2021, with the constants of Yu et al., MetaFormer Baselines, 2022
-    Published(
-        "star_relu_fixed", lambda z: 0.8944 * torch.relu(z).square() - 0.4472, "input", "its slope grows without bound"
-    ),
-    Published("cube", lambda z: z**3, "input", "its slope grows without bound"),
     Published("tanhshrink", lambda z: z - torch.tanh(z), "input", "flat at 0 as z^3"),
     Published("hardshrink", F.hardshrink, "monotone", "jumps, and rises"),
     # --- with trainable parameters ------------------------------------------------------------------------------------
@@ -179,15 +131,6 @@ PUBLISHED = (
     Published("swish_beta", lambda z, beta: z * torch.sigmoid(beta * z), "input", _TRAINS, (("beta", 1.0),)),
     # He et al., Delving Deep into Rectifiers, 2015: a slope per channel
     Published("prelu", lambda z, slope: torch.where(z >= 0, z, slope * z), "input", _TRAINS, (("slope", 0.25),)),
-    # Jin et al., Deep Learning with S-shaped Rectified Linear Activation Units, 2015
-    Published(
-        "srelu", _srelu, "input", _TRAINS, (("low", 0.0), ("below", 0.2), ("high", 0.4), ("above", 1.0))
-    ),
-    # Molina et al., Padé Activation Units, 2019: a "safe" PAU of orders 3 and 2
-    Published(
-        "pau", _pau, "input", _TRAINS,
-        (("a0", 0.02), ("a1", 0.5), ("a2", 1.6), ("a3", 0.5), ("b1", 0.0), ("b2", 1.2)),
-    ),
     # The same of the paper's orders, 5 and 4: the most parameters here
     Published(
         "pau_5_4", _pau_5_4, "input", _TRAINS,
@@ -203,14 +146,6 @@ PUBLISHED = (
         "input",
         _TRAINS,
         (("p1", 1.0), ("p2", 0.0), ("beta", 1.0)),
-    ),
-    # Agostinelli et al., Learning Activation Functions to Improve Deep Neural Networks, 2014
-    Published(
-        "apl", _apl, "input", _TRAINS, (("a1", 0.2), ("b1", 0.0), ("a2", -0.1), ("b2", 1.0))
-    ),
-    # Yu et al., MetaFormer Baselines for Vision, 2022
-    Published(
-        "star_relu", lambda z, s, b: s * torch.relu(z).square() + b, "input", _TRAINS, (("s", 0.8944), ("b", -0.4472))
     ),
 )  # fmt: skip
 
