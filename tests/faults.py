@@ -40,30 +40,35 @@ def check() -> None:
     assert all(map(torch.equal, gradients(plain, x), expected)), "fuse"
     fl.unfuse(plain)
     image, conv = torch.randn(8, 4, 8, 8), nn.Conv2d(4, 8, 3, padding="same", padding_mode="circular")
-    layer = fl.FusedConvAct2d(4, 8, 3, "silu", padding="same", padding_mode="circular")
+    layer = fl.FusedConvAct2d(4, 8, 3, "tanh", padding="same", padding_mode="circular")
     layer.load_state_dict(conv.state_dict())
-    block = fl.FusedMLP(128, 256, activation="gelu")
+    block = fl.FusedMLP(128, 256, activation="tanh")
     block.fc1, block.fc2 = linear, last
 
-    class Own(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return fl.bias_act(x, None, lambda z: z * torch.tanh(z.exp()))
-
     class Theirs(nn.Module):
+        """What reads a trained number is traced, and nothing is fitted, which takes seconds."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.beta = nn.Parameter(torch.tensor(0.5))
+
         def forward(self, x: Tensor) -> Tensor:
-            return x * torch.tanh(x.exp())
+            return x * torch.sigmoid(self.beta * x)
+
+    class Own(Theirs):
+        def forward(self, x: Tensor) -> Tensor:
+            return fl.bias_act(x, None, super().forward)
 
     pairs: list[tuple[nn.Module, nn.Module, Tensor]] = [
-        (layer, nn.Sequential(conv, nn.SiLU()), image),
-        (block, nn.Sequential(linear, nn.GELU(), last), x),
+        (layer, nn.Sequential(conv, nn.Tanh()), image),
+        (block, nn.Sequential(linear, nn.Tanh(), last), x),
         (Own(), Theirs(), x),
         (fl.SublinearSequential(linear, nn.GELU(), last), nn.Sequential(linear, nn.GELU(), last), x),
         (fl.InvertibleSequential(fl.InvertibleBatchNorm1d(128)), nn.BatchNorm1d(128), x),
     ]
     for ours, theirs, given in pairs:
         for a, b in zip(gradients(ours, given), gradients(theirs, given), strict=True):
-            # The derivative that an output of gelu tells errs by 1e-4 at most; a wrong gradient by much more.
-            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3 * float(b.abs().max()))
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5 * float(b.abs().max()))
     x.requires_grad_()
     (once,) = torch.autograd.grad(Own()(x).sum(), x, create_graph=True)
     (twice,) = torch.autograd.grad(once.sum(), x)
