@@ -106,16 +106,13 @@ def _efficientnet() -> nn.Module:
 
 CASES = [
     Case("bert", lambda: hf.BertModel(hf.BertConfig(**_SIZES, **_NO_DROPOUT)), tokens),
-    Case("roberta", lambda: hf.RobertaModel(hf.RobertaConfig(**_SIZES, **_NO_DROPOUT)), tokens),
     Case("gpt-2", _gpt2, with_labels),
     Case("vit", lambda: hf.ViTModel(hf.ViTConfig(**_VISION, **_IMAGES)), images),
-    Case("dinov2", _dinov2, images),
     Case("dinov2-swiglu", lambda: _dinov2(use_swiglu_ffn=True), images),
     Case("whisper-encoder", _whisper, lambda: {"input_features": torch.randn(2, 16, 2 * TOKENS)}),
     Case("t5-relu", lambda: _t5("relu"), with_labels),
     Case("t5-gated-gelu", lambda: _t5("gated-gelu"), with_labels),
     Case("llama", lambda: _decoder("Llama"), with_labels),
-    Case("mistral", lambda: _decoder("Mistral", num_key_value_heads=2), with_labels),
     Case("gemma", lambda: _decoder("Gemma", num_key_value_heads=2, head_dim=16), with_labels),
     Case("phi-3", lambda: _decoder("Phi3"), with_labels),
     Case(
@@ -129,19 +126,9 @@ CASES = [
         images,
     ),
     Case(
-        "regnet",
-        lambda: hf.RegNetModel(
-            hf.RegNetConfig(embedding_size=16, hidden_sizes=[32, 64], depths=[1, 1], groups_width=16)
-        ),
-        images,
-    ),
-    Case(
         "dac-encoder",
         lambda: DacEncoder(hf.DacConfig(encoder_hidden_size=16, downsampling_ratios=[2, 4], hidden_size=64)),
         lambda: {"hidden_state": torch.randn(2, 1, 256)},
     ),
     Case("efficientnet", _efficientnet, images),
-    Case(
-        "mobilenet-v2", lambda: hf.MobileNetV2Model(hf.MobileNetV2Config(depth_multiplier=0.35, image_size=32)), images
-    ),
 ]

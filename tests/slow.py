@@ -110,7 +110,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_lightning": 3,
         "test_torchtitans_order": 2,
         "test_trainer": 3,
-        "test_trainers_of_others": 3,
+        "test_trl": 1,
     },
     "test_invertible_layers": {
         "test_couplings": 5,
@@ -126,7 +126,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_the_peak_where_few_rows_meet_large_weights": 2,
     },
     "test_models": {
-        "test_losses_and_gradients": 3,
+        "test_the_same_bits": 5,
         "test_unfuse_restores_the_model": 6,
     },
     "test_notebooks": {
@@ -147,9 +147,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_readme": {
         "test_examples_run": 0,
-    },
-    "test_report": {
-        "test_no_text_lies_on_another_or_outside": 3,
     },
     "test_save_once": {
         "test_nodes_of_this_torch": 99,

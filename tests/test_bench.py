@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench import containers, grid, layers, machine, measure, models, overhead, peers, saved, zoo
+from bench import containers, grid, machine, measure, models, peers, saved, zoo
 from bench.__main__ import main as bench_main
 from bench.measure import Setting, Variant
 from bench.reference import resnet
@@ -56,14 +56,6 @@ def test_compiled_variants_do_not_run_each_others_code() -> None:
                 run(x)
                 kept[part] = saved_bytes(run, x, exclude=x)
     assert kept[0.1] < kept[1.0]
-
-
-def test_a_drift_of_the_machine_leaves_the_ratio_alone() -> None:
-    drift = [1.0, 2.0, 4.0, 8.0, 16.0]
-    ratios = measure.ratios([3 * factor for factor in drift], [2 * factor for factor in drift])
-    assert measure.spread(ratios) == {"median": 1.5, "q1": 1.5, "q3": 1.5}
-    assert measure.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3, "q1": 2, "q3": 4}
-    assert measure.spread([7.0]) == {"median": 7, "q1": 7, "q3": 7}
 
 
 def test_variants_that_fail_or_compute_something_else_are_rows() -> None:
@@ -254,34 +246,6 @@ def _check_saved(rows: dict[str, Any]) -> None:
     assert ours["own"] == pytest.approx(ours["hooks"], rel=0.01)
     assert ours["hooks"] == pytest.approx(ours["living"], rel=0.01)
     assert ours["hooks"] < 0.4 * row["eager"]["hooks"]
-
-
-# --- layers -----------------------------------------------------------------------------------------------------------
-
-
-def test_what_layers_and_calls_miss_is_said() -> None:
-    def row(name: str, kept: int, q1: float) -> dict[str, Any]:
-        times = {"ratio": q1 + 0.01, "ratio_q1": q1}
-        ours = {"saved_bytes": kept, "forward": {"ratio": 1.0, "ratio_q1": 1.0}, "forward_backward": times}
-        return {"id": name, "variants": {"eager": {"saved_bytes": 100}, "fusedlayers": ours}}
-
-    broken = {"id": "d", "variants": {"eager": {}, "fusedlayers": {"error": "RuntimeError: no"}}}
-    result = {"quick": False, "cases": [row("a", 50, 1.0), row("b", 101, 0.9), row("c", 100, 1.01), broken]}
-    of_bytes, of_time, of_error = (
-        "b: 1.01x eager's saved bytes", "c, forward_backward: 1.020x eager's time", "d: RuntimeError: no",
-    )  # fmt: skip
-    assert list(layers.missed(result)) == [of_bytes, of_time, of_error]
-    assert list(layers.missed({**result, "quick": True})) == [of_bytes, of_error]
-
-    def call(group: str, ratio: float, over: float) -> dict[str, Any]:
-        ours = {"forward_backward": {"ratio": ratio, "over_eager_us": over}}
-        return {"id": group, "group": group, "variants": {"fusedlayers": ours}}
-
-    calls = [call("small", 1.1, 5.1), call("small", 1.11, 5.0), call("small", 1.11, 5.1), call("folded", 9.0, 900.0)]
-    assert list(overhead.missed({"cases": [*calls, broken]})) == [
-        "small: 1.11x eager, +5.1 us, target at most 1.10x or 5 us",
-        "d: RuntimeError: no",
-    ]
 
 
 # --- calls, models, peers ---------------------------------------------------------------------------------------------

@@ -112,23 +112,6 @@ def test_readme_without_results(tmp_path: Path) -> None:
     assert "No result is committed yet" in report.fill(README, tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("no marker", "there must be `<!-- bench:NAME -->`, each with its `<!-- /bench:NAME -->` behind it, once"),
-        ("<!-- bench:dense -->", "there must be"),
-        ("<!-- /bench:dense --><!-- bench:dense -->", "there must be"),
-        (README + "<!-- bench:other --><!-- /bench:other -->", r"no table is called 'other'; there are \['accuracy', "),
-    ],
-)
-def test_readme_markers_must_be_right(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        report.fill(text, tmp_path)
-    path = tmp_path / "README.md"
-    path.write_text(text)
-    assert readme(path, tmp_path) == 1 and path.read_text() == text
-
-
 def test_the_documents_show_the_committed_results() -> None:
     assert bench_main(["readme", "--check"]) == 0, "run `python -m bench readme` and commit the documents"
 
@@ -155,17 +138,6 @@ def test_the_picture_has_a_row_for_each_model(tmp_path: Path) -> None:
     untimed, of_another_dtype = copy.deepcopy(timed), {**copy.deepcopy(timed), "dtype": "float16"}
     del untimed["variants"]["fusedlayers"]["forward_backward"]
     assert overview.shown({**run, "cases": [untimed, timed, of_another_dtype]}) == [timed]
-
-
-def test_the_picture_is_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, results = tmp_path / "README.md", tmp_path / "results"
-    path.write_text(README)
-    a_committed_run(results)
-    (results / "cpu" / "models.json").write_text(json.dumps(a_models_run()))
-    assert readme(path, results) == 0 and (results / "overview.svg").read_text() == overview.picture(results)
-    assert readme(path, results, "--check") == 0
-    (results / "overview.svg").write_text("another")
-    assert readme(path, results, "--check") == 1 and "overview.svg differs" in capsys.readouterr().out
 
 
 def test_the_table_of_setups_in_short(tmp_path: Path) -> None:

@@ -2,10 +2,8 @@
 
 import functools
 import types
-from collections import OrderedDict, UserDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
-from decimal import Decimal
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -71,20 +69,6 @@ class Child(Base):
         return super().forward(z)
 
 
-class Indexed(nn.Module):
-    """Its number is reached through an operator."""
-
-    def __init__(self, beta: float) -> None:
-        super().__init__()
-        self.value = beta
-
-    def __getitem__(self, name: str) -> float:
-        return self.value
-
-    def forward(self, z: Tensor) -> Tensor:
-        return swish(z, self["beta"])
-
-
 def _default(z: Tensor, beta: Tensor = TENSOR) -> Tensor:
     return swish(z, beta)
 
@@ -118,11 +102,8 @@ def _with(value: Any, **attributes: Any) -> Any:
 
 PLACES: dict[str, Callable[[Tensor], Function]] = {
     "closure": lambda p: lambda z: swish(z, p),
-    "closure of a closure": lambda p: lambda z: (lambda y: swish(y, p))(z),
     "partial": lambda p: functools.partial(swish, beta=p),
-    "partial of a partial": lambda p: functools.partial(functools.partial(swish), beta=p),
     "list": lambda p: _reading([p, 2], lambda held: held[0]),
-    "tuple": lambda p: _reading((2, (p,)), lambda held: held[1][0]),
     "module": lambda p: _with(Swish(1.0), beta=p),
     "method": lambda p: _with(Swish(1.0), beta=p).forward,
     "decorated": lambda p: functools.wraps(swish)(lambda z: swish(z, p)),
@@ -188,12 +169,8 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
     "module": lambda n: _with(Swish(1.0), scale=n),
     "method of a large module": lambda n: _with(Network(), power=n).act,
     "method that is called": lambda n: _with(Child(), beta=n),
-    "operator": Indexed,
     "list": lambda n: _reading([n], lambda held: held[0]),
-    "nested": lambda n: _reading([(2, [n])], lambda held: held[0][1][0]),
-    "function's attribute": lambda n: _reading(_with(lambda z: z, beta=n), lambda held: held.beta),
     "NumPy's number": lambda n: _reading(np.float64(n), lambda held: held),
-    "device": lambda n: _reading(torch.device("cpu", int(n)), lambda held: held.index),
 }
 
 
@@ -299,19 +276,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "long list": ([1.0] * 65, "a list of 65 values"),
     "named tuple": (Pair(1.0), "a Pair of 1 values"),
     "dict": ({"b": 1.0}, "a dict"),
-    "ordered dict": (OrderedDict(b=1.0), "a OrderedDict"),
-    "UserDict": (UserDict(b=1.0), "a UserDict"),
-    "deque": (deque([1.0]), "a deque"),
-    "set": ({1.0}, "a set"),
     "array": (np.ones(2), "a ndarray"),
-    "bytes": (bytearray(2), "a bytearray"),
     "ContextVar": (ContextVar("held", default=1.0), "a ContextVar"),
-    "iterator": (iter([1.0]), "a list_iterator"),
-    "decimal": (Decimal(2), "a Decimal"),
     "enum": (Mode.ON, "a Mode"),
-    "class": (Mode, "the class Mode"),
     "object": (types.SimpleNamespace(beta=1.0), "a SimpleNamespace"),
-    "generator": (torch.Generator(), "a Generator"),
     "cached": (functools.cache(lambda: 1.0), "a _lru_cache_wrapper"),
     "method of a tensor": (TENSOR.mul, "a Parameter"),
     "subclass": (torch.ones(2).as_subclass(type("Labelled", (Tensor,), {})), "a Labelled"),

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, definitions, resolve
-from fusedlayers.calls import sizes
 from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import saved_bytes
 
@@ -280,13 +279,3 @@ def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
 def test_a_users_function_compiles_as_it_runs() -> None:
     layer, x = fl.FusedDenseAct(8, 16, lambda z: 1.2 * z * torch.sigmoid(z), save="output"), torch.randn(16, 8)
     torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
-
-
-def test_small_layers_are_left_to_torch_and_large_ones_are_not() -> None:
-    x, w = torch.randn(16, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
-    assert sizes.SMALL_BYTES == 4 * 16 * 16  # as conftest.py has it
-    assert "BiasAct" in fl.dense_bias_act(x, w, None, "gelu").grad_fn.name()  # type: ignore[union-attr]
-    assert "Gelu" in fl.dense_bias_act(x[:15], w, None, "gelu").grad_fn.name()  # type: ignore[union-attr]
-    assert "BiasAct" in fl.dense_bias_act(x[:15], w, None, "gelu", save="output").grad_fn.name()  # type: ignore[union-attr]
-    assert "BiasAct" in fl.bias_act(torch.randn(256, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]
-    assert "Gelu" in fl.bias_act(torch.randn(255, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]

@@ -93,16 +93,6 @@ def test_every_geometry_matches_float64(case: str, save: str, dtype: torch.dtype
         compare(*_calls(save, **options), resolve("gelu"), x, w, bias, folded=save == "output")
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 1, 300), (2, 1, 1, 1), (1, 3, 1, 300), (300, 1, 1), (1, 1, 1, 1, 1)])
-@pytest.mark.parametrize("save", ["auto", *SAVES])
-def test_sizes_of_one(shape: Shape, save: str) -> None:
-    dims = len(shape) - 2
-    x, w, b = leaves(shape, (1, shape[1], *(1,) * dims), (1,))
-    ours, eagers = _both((x, w, b), "silu", save)
-    torch.testing.assert_close(ours, eagers)
-    _assert_same_gradients(ours, eagers, x, w, b)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", [resolve(name) for name in ("gelu", "relu", "softsign")], ids=str)
 def test_large_calls_without_gradients_are_as_good_as_torchs(activation: Activation, dtype: torch.dtype) -> None:

@@ -10,7 +10,6 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.calls.plan import LEAST_DROPPED
-from fusedlayers.kernels import reference
 from fusedlayers.memory import saved_bytes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -108,11 +107,3 @@ def test_compiled_layers_are_the_compilers() -> None:
     y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
     assert 0.2 < float((y == 0).float().mean()) < 0.4
     y.sum().backward()
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (1, 7), (3, 8), (5, 103)])
-def test_bits_of_any_number_of_elements(shape: tuple[int, int]) -> None:
-    keep = torch.rand(shape) < 0.5
-    bits = reference.packed(keep)
-    assert bits.dtype is torch.uint8 and bits.shape == ((keep.numel() + 7) // 8,)
-    assert torch.equal(reference.unpacked(bits, keep.shape), keep)

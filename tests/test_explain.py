@@ -208,16 +208,6 @@ def test_a_picture_is_of_what_the_layer_does(activation: object, panel: str) -> 
     assert torch.equal(drawn, samples.y) and bool((samples.z.diff() >= 0).all())
 
 
-def test_the_branches_of_a_fold_have_the_bits_that_the_legend_says() -> None:
-    pytest.importorskip("matplotlib")
-    axes = fl.explain("gelu").figure().axes[0]
-    for line, bit in ((axes.lines[0], 1), (axes.lines[2], 0)):
-        z = torch.as_tensor(line.get_xdata()).float()
-        y = fl.bias_act(z.repeat(8).requires_grad_(), None, "gelu").detach()
-        assert line.get_label() == f"f, last bit {bit}"
-        assert set((y.view(torch.int32) & 1)[y < -1e-3].tolist()) == {bit}
-
-
 def test_what_has_no_picture_says_why() -> None:
     with pytest.raises(ValueError, match="Softmax is left to PyTorch, so that there is nothing to draw"):
         fl.explain(nn.Softmax(-1)).figure()

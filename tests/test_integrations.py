@@ -79,7 +79,7 @@ def assert_alike(run: Callable[[Any, list[Any]], Any], make: Callable[[], Any], 
     assert_same_bits(model, plain)
 
 
-# --- transformers, TRL, sentence-transformers -------------------------------------------------------------------------
+# --- transformers, TRL ------------------------------------------------------------------------------------------------
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 
@@ -201,36 +201,19 @@ def by_trl(model: Any, folder: Path, callbacks: list[Any], data: Any, more: dict
     return recording(trl.SFTTrainer)(model, options, None, data, processing_class=tokenizer(), callbacks=callbacks)
 
 
-def sentences(folder: Path) -> Any:
-    parts, hf = pytest.importorskip("sentence_transformers"), pytest.importorskip("transformers")
-    hf.BertModel(hf.BertConfig(vocab_size=96, pad_token_id=0, **SIZES)).save_pretrained(folder)
-    tokenizer().save_pretrained(folder)
-    modules = importlib.import_module("sentence_transformers.models")
-    words = modules.Transformer(str(folder), max_seq_length=LENGTH)
-    return parts.SentenceTransformer(modules=[words, modules.Pooling(32)], device="cpu")
-
-
-def by_sentences(model: Any, folder: Path, callbacks: list[Any], data: Any, more: dict[str, Any]) -> Any:
-    parts = pytest.importorskip("sentence_transformers")
-    loss = importlib.import_module("sentence_transformers.losses").MultipleNegativesRankingLoss(model)
-    options = parts.SentenceTransformerTrainingArguments(**arguments(folder))
-    return recording(parts.SentenceTransformerTrainer)(model, options, data, loss=loss, callbacks=callbacks)
-
-
-@pytest.mark.filterwarnings("ignore")  # of datasets, TRL and sentence-transformers
+@pytest.mark.filterwarnings("ignore")  # of datasets and TRL
 @pytest.mark.parametrize("options", [{"report": True}, {"fit_budget": 0.8}], ids=str)
-@pytest.mark.parametrize(("by", "columns"), [(by_trl, ["text"]), (by_sentences, ["anchor", "positive"])])
-def test_trainers_of_others(by: Any, columns: list[str], options: Any, tmp_path: Path) -> None:
-    texts = [[" ".join(f"w{n}" for n in text) for text in row] for row in numbers(16, len(columns), 8).tolist()]
-    data = pytest.importorskip("datasets").Dataset.from_list([dict(zip(columns, row, strict=True)) for row in texts])
+def test_trl(options: Any, tmp_path: Path) -> None:
+    texts = [{"text": " ".join(f"w{n}" for n in text)} for text in numbers(16, 8).tolist()]
+    data = pytest.importorskip("datasets").Dataset.from_list(texts)
 
     def run(model: Any, callbacks: list[Any]) -> Any:
         torch.manual_seed(1)
-        trainer = by(model, tmp_path, callbacks, data, {"gradient_checkpointing": "fit_budget" not in options})
+        trainer = by_trl(model, tmp_path, callbacks, data, {"gradient_checkpointing": "fit_budget" not in options})
         trainer.train()
         return trainer
 
-    assert_alike(run, llama if by is by_trl else lambda: sentences(tmp_path / "bert"), callback(**options))
+    assert_alike(run, llama, callback(**options))
 
 
 # --- Lightning --------------------------------------------------------------------------------------------------------
@@ -449,17 +432,6 @@ def test_options_are_checked() -> None:
             ValueError, match=r"FuseCallback: fit_budget(: memory_budget_bytes| must be bytes, .* got 1.5)"
         ):
             callback(fit_budget=budget)
-
-
-def test_what_no_trainer_can_fuse() -> None:
-    for model, error, message in (
-        (None, ValueError, r"FuseCallback: the trainer has no model \(got None\); pass a model to"),
-        (print, TypeError, r"fuse: model must be an nn\.Module, got"),
-        (torch.compile(Net()), TypeError, "fuse: the model is compiled, .* or call fuse before torch.compile"),
-        (torch.jit.script(nn.Linear(2, 2)), TypeError, "fuse: the model is of TorchScript; fuse it before you trace"),
-    ):
-        with pytest.raises(error, match=message):
-            FusedTraining().begin(model, types.SimpleNamespace())
 
 
 COMPILES = {"torch_compile": True, "torch_compile_backend": "eager"}

@@ -212,15 +212,6 @@ def test_check() -> None:
     assert report.to_dict()["rows"][0]["name"] == report.rows[0].name
 
 
-def test_repr_with_flags() -> None:
-    linear = fl.InvertibleLinear(2, 2)
-    assert repr(linear) == "InvertibleLinear(in_features=2, out_features=2, bias=True)"
-    linear.checkpoint = linear.invertible = False
-    assert repr(linear.reverse()) == (
-        "InvertibleLinear(in_features=2, out_features=2, bias=True, checkpoint=False, invertible=False, reversed=True)"
-    )
-
-
 def test_a_plain_call_without_gradients() -> None:
     scale, x = Scale(), randn(3).requires_grad_()
     with torch.no_grad():
@@ -268,17 +259,6 @@ def test_aliased_and_kept_inputs_can_be_read() -> None:
 
     modules = nn.ModuleList([Scale(), Rotate()])
     assert worst(step(twice(modules), (randn(3),)), step(twice(plain(modules)), (randn(3),))) <= EXACT
-
-
-def test_inputs_are_let_go_and_computed_again() -> None:
-    scales = fl.InvertibleSequential(*(Scale() for _ in range(8)))
-    x = randn(1000).requires_grad_()
-    assert saved_bytes(scales, x) == x.nbytes
-    assert saved_bytes(plain(scales), x) >= 7 * x.nbytes
-    for scale in scales:
-        scale.runs.clear()
-    scales(x).sum().backward()
-    assert all(scale.runs == ["function", "inverse", "function"] for scale in scales)
 
 
 def test_arguments_that_are_no_tensors() -> None:
@@ -343,13 +323,6 @@ def test_reshaping_is_torchs(name: str) -> None:
     pairs = zip(found, wanted, strict=True) if isinstance(found, tuple) else [(found, wanted)]
     assert all(torch.equal(a, b) if isinstance(a, Tensor) else a == b for a, b in pairs)
     assert_exact(module, *inputs)
-
-
-@pytest.mark.parametrize("layer", [fl.InvertibleLinear(4, 4), fl.InvertibleLinear(4, 7), fl.InvertibleConv2d(1, 4, 2)])
-def test_weights_begin_orthogonal(layer: Any) -> None:
-    weight = layer.weight.flatten(1)
-    torch.testing.assert_close(weight.T @ weight, torch.eye(4))
-    assert layer.reversible == (len(weight) == 4)
 
 
 def test_sequential() -> None:

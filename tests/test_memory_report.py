@@ -9,7 +9,6 @@ import random
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -505,19 +504,6 @@ def test_the_table(x: Tensor) -> None:
     plain = json.loads(json.dumps(report.to_dict()))
     assert plain["saved_bytes"] == report.saved_bytes == sum(row["bytes"] for row in plain["rows"])
     assert plain["peak_bytes"] == report.peak_bytes and plain["rows"][0]["shape"] == [ROWS, OUT]
-
-
-def test_alike_modules_are_one_line_and_small_ones_are_summed_up(x: Tensor) -> None:
-    layers = [layer for pair in pairwise((IN, OUT, IN, OUT, 1)) for layer in (nn.Linear(*pair), nn.Tanh())]
-    lines = str(fl.memory_report(nn.Sequential(*layers[:-1]), x.requires_grad_())).splitlines()
-    assert [line.split()[2:4] for line in lines[3:5]] == [["1,5", "TanhBackward0"], ["3", "TanhBackward0"]]
-    assert any("+n: n more operations save the same memory" in line for line in lines)
-    layers = [layer for width in range(4, 24) for layer in (nn.Linear(width, width + 1), nn.Tanh())]
-    lines = str(fl.memory_report(nn.Sequential(*layers), torch.randn(ROWS, 4))).splitlines()
-    (others,) = (line for line in lines if line.endswith(" more"))
-    assert others.split()[-2:] == ["4", "more"]
-    shares = [float(line.split()[1]) for line in lines[3 : lines.index(others) + 1]]
-    assert sum(shares) == pytest.approx(100, abs=1)
 
 
 def test_pictures(x: Tensor, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from reference import check_orders
 from subjects import TrainedELU
 from torch import Tensor, nn
 
@@ -150,20 +149,6 @@ def test_a_trained_function_that_states_its_derivative_saves_its_output(dtype: t
         # Each term errs by some units of the output, and the sum is rounded.
         allowed = torch.finfo(dtype).eps * (8 * float(terms.norm()) + abs(float(terms.sum())))
         assert abs(float(found.double() - terms.sum())) <= allowed
-
-
-@pytest.mark.parametrize("channels", [(), (16,)])
-def test_second_derivatives_of_a_function_that_states_its_derivative(channels: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    z, alpha = torch.randn(40, 16, requires_grad=True), torch.rand(channels).add(0.5).requires_grad_()
-
-    def fused(z: Tensor, alpha: Tensor) -> Tensor:
-        module = TrainedELU(*channels)
-        del module.alpha
-        module.alpha = alpha  # type: ignore[assignment]
-        return fl.bias_act(z, None, module, save="output")
-
-    check_orders(fused, lambda z, alpha: _elu(alpha)[0](z), [z, alpha], 1e-5)
 
 
 def test_a_function_without_tensors_may_state_its_derivative() -> None:

@@ -1,8 +1,6 @@
 """What reports share: how files and notebooks get their tables and pictures."""
 
 import base64
-import io
-import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -14,7 +12,7 @@ import torch
 from torch import nn
 
 import fusedlayers as fl
-from fusedlayers.utils.report import DPI, WIDTH, DrawnReport, Report
+from fusedlayers.utils.report import DrawnReport, Report
 
 
 def model() -> nn.Module:
@@ -57,43 +55,3 @@ def test_what_has_no_picture_is_shown_as_a_table(tmp_path: Path, monkeypatch: py
     assert "<img" not in relu._repr_html_()
     with pytest.raises(ImportError, match=r"explain: a plot needs matplotlib, .* pip install 'fusedlayers\[demo\]'"):
         relu.plot(tmp_path / "picture.png")
-
-
-def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    import matplotlib.figure
-
-    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
-    before = dict(dict.items(matplotlib.rcParams))
-    fl.explain("gelu").plot(tmp_path / "picture.png")  # type: ignore[union-attr]
-    assert "matplotlib.pyplot" not in sys.modules
-    assert dict(dict.items(matplotlib.rcParams)) == before  # a look-up of the backend would import pyplot
-    from matplotlib.image import imread
-
-    assert imread(tmp_path / "picture.png").shape[1] == WIDTH * DPI
-
-
-@pytest.mark.parametrize("activation", ["gelu", "tanh", torch.cos, torch.abs, nn.PReLU(), None])
-def test_no_text_lies_on_another_or_outside(activation: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an activation, or (None) of a model."""
-    text_class = pytest.importorskip("matplotlib.text").Text
-    drawn: dict[int, tuple[str, Any]] = {}
-    draw = text_class.draw
-
-    def recording(self: Any, renderer: Any) -> None:
-        if self.get_visible() and self.get_text().strip():
-            drawn[id(self)] = self.get_text(), self.get_window_extent(renderer)  # the last time it is drawn
-        draw(self, renderer)
-
-    monkeypatch.setattr(text_class, "draw", recording)
-    block = nn.TransformerEncoderLayer(32, 4, 128, batch_first=True)
-    report: Any = fl.memory_report(block, torch.randn(4, 64, 32)) if activation is None else fl.explain(activation)
-    figure = report.figure()
-    drawn.clear()
-    figure.savefig(io.BytesIO())
-    assert len(drawn) > 3
-    for text, box in drawn.values():
-        assert figure.bbox.x0 <= box.x0 and box.x1 <= figure.bbox.x1, text
-        assert figure.bbox.y0 <= box.y0 and box.y1 <= figure.bbox.y1, text
-    for (text, box), (other, its_box) in itertools.combinations(drawn.values(), 2):
-        assert not box.overlaps(its_box), f"{text!r} and {other!r}"

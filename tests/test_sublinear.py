@@ -18,15 +18,7 @@ from recomputing import Counting, block, blocks, every_mode, images, outcome, ro
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from bench.reference import resnet
 from fusedlayers.memory import saved_bytes
-
-
-def test_a_resnet() -> None:
-    plain, net = twins(resnet(18, widths=(2, 2, 2, 2), classes=4, is_small=True))
-    x = torch.randn(4, 3, 8, 8)
-    same(outcome(net, x), outcome(plain, x))
-    assert saved_bytes(net, x) < 0.6 * saved_bytes(plain, x)
 
 
 @pytest.mark.parametrize("recompute", ["all", "cheap"])
@@ -154,13 +146,9 @@ def test_evaluation_runs_plainly() -> None:
 
 OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "slice": lambda net: net[1:3],
-    "nothing of it": lambda net: net[3:3],
     "insert before the last": lambda net: net.insert(-1, nn.Tanh()),
     "append": lambda net: net.append(nn.Tanh()),
-    "extend": lambda net: net.extend([nn.Tanh(), nn.ReLU()]),
     "delete": lambda net: [net.__delitem__(1), net][1],
-    "replace": lambda net: [net.__setitem__(1, nn.Sigmoid()), net][1],
-    "pop": lambda net: [net.pop(1), net][1],
     "+=": lambda net: net.__iadd__(nn.Sequential(nn.Tanh())),
     "*=": lambda net: net.__imul__(2),
     "deepcopy": copy.deepcopy,
@@ -411,23 +399,6 @@ def test_modules_in_a_function_are_found(kind: str) -> None:
 class Sigmoids(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.sigmoid(x)
-
-
-class Keeps(nn.Linear):
-    """Keeps the input of its first run, in which the container measures it."""
-
-    kept: Tensor | None = None
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.kept = x if self.kept is None else self.kept
-        return super().forward(x)
-
-
-def test_what_a_child_keeps_of_the_measurement_has_no_backward_pass() -> None:
-    model = fl.SublinearSequential(nn.Linear(8, 8), *(Keeps(8, 8) for _ in range(3)))
-    loss = model(rows()).sum()
-    with pytest.raises(RuntimeError, match="kept a tensor of the run in which the container measures its children"):
-        (loss + model[1].kept.sum()).backward()
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import re
 from typing import Any
 
 import pytest
@@ -73,33 +72,6 @@ def test_plans_keep_what_they_say(options: dict[str, Any]) -> None:
         assert plan.recomputed == 0
     mode = options.get("recompute")
     assert mode is None or {segment.recompute for segment in plan.segments} <= {mode, "nothing"}
-
-
-def test_a_larger_budget_recomputes_less_and_a_mixture_less_than_one_way() -> None:
-    net = fl.SublinearSequential(*convolutions())
-    net(images())
-    assert net.plan is not None
-    eager = net.plan.eager_bytes
-    parts = []
-    for budget in (0.6, 0.7, 0.8, 0.9, 1.0):
-        net.memory_budget_bytes = int(budget * eager)
-        net.recompute = None
-        net(images())
-        mixed = net.plan.recomputed
-        net.recompute = "all"
-        net(images())
-        assert mixed <= net.plan.recomputed
-        parts.append(mixed)
-    assert parts == sorted(parts, reverse=True) and parts[-1] == 0
-
-
-def test_the_smallest_budget_that_is_named_is_enough() -> None:
-    net = fl.SublinearSequential(*convolutions(), memory_budget_bytes=1000)
-    with pytest.raises(ValueError, match="at least") as raised:
-        net(images())
-    net.memory_budget_bytes = int(re.findall(r"\((\d+) bytes\)", str(raised.value))[0])
-    net(images())
-    assert net.plan is not None and net.plan.peak_bytes <= net.memory_budget_bytes
 
 
 def test_a_plan_is_made_anew_when_it_must_be() -> None:
