@@ -90,7 +90,6 @@ SLOW: dict[str, dict[str, int]] = {
         "test_graphs_that_break": 0,
         "test_inductor": 0,
         "test_inductor_at_the_peak": 0,
-        "test_more_parts_than_the_compiler_compiles_again": 0,
         "test_the_options_of_torch_compile": 0,
     },
     "test_functional": {

@@ -58,7 +58,7 @@ def _exists(name: str, activation: str, *rest: Any) -> bool:
     return activation != "none" or not name.startswith(("bias", "activation"))
 
 
-SLOW_CASES = 160
+SLOW_CASES = 80
 
 
 @functools.cache
