@@ -12,7 +12,6 @@ instructions as lists.
 from __future__ import annotations
 
 import random
-from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -128,10 +127,9 @@ class Frame:
 class Steps(nn.Module):
     """A block: its code is its instructions."""
 
-    def __init__(self, steps: list[Instruction], log: dict[str, list[Tensor]], name: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.steps, self.name = steps, name
-        self.__dict__["log"] = log
+        self.steps: list[Instruction] = []
         self.p = 0.1
 
     def forward(self, x: Tensor) -> Tensor:
@@ -268,21 +266,16 @@ def _checkpoint(block: Steps, frame: Frame, what: Any, reentrant: bool) -> None:
     frame.h = checkpoint(function, frame.h, use_reentrant=reentrant)
 
 
-def _hook(block: Steps, frame: Frame, how: str, name: str) -> None:
+def _hook(block: Steps, frame: Frame, how: str) -> None:
     h = frame.h
     if not h.requires_grad or not torch.is_grad_enabled():
         return
     # The node of a view that was written to is made when it is asked for; before, torch 2.13 crashes at a hook.
     assert h.grad_fn is not None or h.is_leaf
-    log = block.log[f"{block.name} {name} {how}"]
-    if how == "scale":
-        h.register_hook(lambda g: g * 0.5)
-    elif how == "retain":
-        if not h.is_leaf:
-            h.retain_grad()
-            log.append(h)
+    if how == "retain":
+        h.retain_grad()
     else:
-        h.register_hook(lambda g: log.append(g.detach().clone()))
+        h.register_hook(lambda g: g * 0.5 if how == "scale" else None)
 
 
 INSTRUCTIONS: dict[str, Callable[..., None]] = {
@@ -299,10 +292,9 @@ INSTRUCTIONS: dict[str, Callable[..., None]] = {
 class Model(nn.Module):
     """The whole: images or rows in, rows out."""
 
-    def __init__(self, body: nn.Module, head: nn.Module, is_image: bool, log: dict[str, list[Tensor]]) -> None:
+    def __init__(self, body: nn.Module, head: nn.Module, is_image: bool) -> None:
         super().__init__()
         self.body, self.head, self.is_image = body, head, is_image
-        self.__dict__["log"] = log
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.body(x)
@@ -351,42 +343,24 @@ class Program:
         x = torch.randn(leading[0], 3, leading[1], leading[1], generator=generator)
         return x.to(memory_format=torch.channels_last) if self.is_channels_last else x
 
-    def build(self) -> tuple[Model, dict[str, list[Tensor]]]:
-        """The model, and where its hooks write what they see."""
+    def build(self) -> Model:
         state = torch.get_rng_state()
         torch.manual_seed(self.seed)
-        log: dict[str, list[Tensor]] = defaultdict(list)
-        maker = _Maker(random.Random(f"model {self.seed}"), log, self.is_image)
+        maker = _Maker(random.Random(f"model {self.seed}"), self.is_image)
         model = maker.model(self.width)
         if self.is_channels_last:
             model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.set_rng_state(state)
-        return model, log
+        return model
 
 
-# --- hooks of modules -------------------------------------------------------------------------------------------------
-
-
-def _sees_output(module: nn.Module, log: Any, name: str) -> None:
-    module.register_forward_hook(lambda m, args, y: log[f"{name} y"].append(y.detach().clone()))
-
-
-def _scales_output(module: nn.Module, log: Any, name: str) -> None:
-    module.register_forward_hook(lambda m, args, y: y * 0.9)
-
-
-def _scales_input(module: nn.Module, log: Any, name: str) -> None:
-    module.register_forward_pre_hook(lambda m, args: (args[0] * 1.1,))
-
-
-def _sees_gradients(module: nn.Module, log: Any, name: str) -> None:
-    def see(m: nn.Module, dx: Any, dy: Any) -> None:
-        log[f"{name} dx dy"].extend(g.detach().clone() for g in (*dx, *dy) if g is not None)
-
-    module.register_full_backward_hook(see)
-
-
-_HOOKS = (_sees_output, _scales_output, _scales_input, _sees_gradients)
+#: Hooks of modules: they look, or they change what goes through.
+_HOOKS: tuple[Callable[[nn.Module], Any], ...] = (
+    lambda module: module.register_forward_hook(lambda m, args, y: None),
+    lambda module: module.register_forward_hook(lambda m, args, y: y * 0.9),
+    lambda module: module.register_forward_pre_hook(lambda m, args: (args[0] * 1.1,)),
+    lambda module: module.register_full_backward_hook(lambda m, dx, dy: None),
+)
 
 
 # --- the generator ----------------------------------------------------------------------------------------------------
@@ -395,17 +369,17 @@ _HOOKS = (_sees_output, _scales_output, _scales_input, _sees_gradients)
 class _Maker:
     """Makes blocks that fit one another."""
 
-    def __init__(self, rng: random.Random, log: dict[str, list[Tensor]], is_image: bool) -> None:
-        self.rng, self.log, self.is_image, self.count = rng, log, is_image, 0
+    def __init__(self, rng: random.Random, is_image: bool) -> None:
+        self.rng, self.is_image, self.count = rng, is_image, 0
 
     def model(self, width: int) -> Model:
         rng = self.rng
         start = 3 if self.is_image else width
         body, out = self.block(start, rng.choice((0, 1, 1, 2)))
-        model = Model(body, nn.Linear(out, 4), self.is_image, self.log)
+        model = Model(body, nn.Linear(out, 4), self.is_image)
         for module in model.modules():
             if rng.random() < 0.04:
-                _HOOKS[rng.randrange(4)](module, self.log, f"module {self.named()}")
+                _HOOKS[rng.randrange(4)](module)
             for parameter in module._parameters.values():
                 if parameter is not None and rng.random() < 0.04:
                     parameter.requires_grad_(False)
@@ -426,7 +400,7 @@ class _Maker:
     def block(self, width: int, depth: int) -> tuple[Steps, int]:
         """A block for values of this width, and the width of its result. ``depth``: of blocks within it."""
         rng = self.rng
-        block = Steps([], self.log, self.named("block"))
+        block = Steps()
         steps: list[Instruction] = []
         if rng.random() < 0.9 or self.is_image:
             width = self.layer(block, steps, width)
@@ -519,7 +493,7 @@ class _Maker:
         elif kind == "use":
             steps.append(("add", kept) if rng.random() < 0.7 else ("back", kept))
         else:
-            steps.append(("hook", rng.choice(("see", "scale", "retain")), kept))
+            steps.append(("hook", rng.choice(("see", "scale", "retain"))))
         return width
 
     def sections(self, kind: str, block: Steps, steps: list[Instruction], width: int) -> int:
