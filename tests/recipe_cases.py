@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -96,24 +95,6 @@ class Segmentation(nn.Module):
         below = F.leaky_relu(self.plain(self.second(F.max_pool2d(skip, 2))), 0.1, inplace=True)
         y = torch.cat([skip, F.interpolate(below, scale_factor=2.0)], 1)
         return self.last(F.pad(y, (1, 0, 1, 0)))  # type: ignore[no-any-return]
-
-
-class Odd(nn.Module):
-    """What is left of the table, behind views, halves and numbers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.wide, self.last = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(16, WIDTH)
-        self.prelu, self.scale = nn.PReLU(16), nn.Parameter(torch.rand(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        a, b = self.wide(h).chunk(2, -1)
-        y = torch.tanh(a) * torch.sigmoid(1.7 * b) * self.scale
-        z = F.glu(F.elu(y) * 2 - h, -1)
-        z = F.softplus(-z / (1 + z.abs())).pow(2)
-        z = self.last(self.prelu(z.transpose(1, 2)).transpose(1, 2))
-        return z + F.hardswish(h.permute(0, 2, 1).contiguous()).mT  # type: ignore[no-any-return]
 
 
 def _encoder() -> nn.Module:
@@ -230,7 +211,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "residual in place": (lambda: Residual(True), _images),
     "segmentation": (Segmentation, _images),
     "encoder with dropouts": (_encoder, _rows),
-    "odd": (Odd, _rows),
     "trained activations": (lambda: _convolutions(Trained), _images),
     "spelled out": (Spelled, _rows),
 }
@@ -344,15 +324,6 @@ def _checkpoints_across(model: nn.Module, x: Tensor, enter: Enter) -> list[Tenso
     return [h, x.grad]  # type: ignore[list-item]
 
 
-def _twice(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
-    with enter(model):
-        y = model(x)
-    loss = y.square().mean()
-    loss.backward(retain_graph=True)
-    loss.backward()
-    return [y]
-
-
 def _penalty(inside: bool) -> Context:
     def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
         x.requires_grad_()
@@ -366,15 +337,6 @@ def _penalty(inside: bool) -> Context:
         return [y, g.detach(), x.grad]  # type: ignore[list-item]
 
     return train
-
-
-def _subset(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
-    parameters = [*model.parameters()]
-    with enter(model):
-        y = model(x)
-    loss = y.square().mean()
-    last = torch.autograd.grad(loss, parameters[-2:], retain_graph=True)
-    return [y, *last, *torch.autograd.grad(loss, parameters[:2])]
 
 
 def _frozen(only_norms: bool) -> Context:
@@ -396,41 +358,12 @@ def _channels_last(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
     return plain(model, x.requires_grad_(), enter)
 
 
-def _several_readers(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
-    with enter(model):
-        y = model(x)
-        z = F.gelu(y)
-        outputs = [z.sum(-1), (z * y).mean(0), torch.relu(z) * z, y.exp()]
-    sum((out.square().mean() for out in outputs), torch.zeros(())).backward()
-    return outputs
-
-
-def _evaluation(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
-    return plain(model.eval(), x.requires_grad_(), enter)
-
-
 def _backward_inside(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
     with enter(model):
         model(x).square().mean().backward()
         loss = model(x).square().mean()
     loss.backward()
     return [loss]
-
-
-def _on_another_thread(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
-    with enter(model):
-        y = model(x)
-    loss = y.square().mean()
-
-    def backward() -> None:
-        torch.get_num_threads()  # which has this thread compute with as many as the others
-        torch.ones(9).exp()
-        loss.backward()
-
-    thread = threading.Thread(target=backward)
-    thread.start()
-    thread.join()
-    return [y]
 
 
 def _nested(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
@@ -453,7 +386,6 @@ CONTEXTS: dict[str, Context] = {
     "plain": plain,
     "bfloat16": _in_dtype(torch.bfloat16),
     "float16": _in_dtype(torch.float16),
-    "float64": _in_dtype(torch.float64),
     "autocast": _autocast(torch.bfloat16),
     "autocast to float16": _autocast(torch.float16),
     "hooks that copy": _under(_copying),
@@ -466,17 +398,12 @@ CONTEXTS: dict[str, Context] = {
     "selective checkpoint inside": _checkpoint_inside(False, **SELECTIVE),
     "selective checkpoint around": _checkpoint_around(False, **SELECTIVE),
     "checkpoints across": _checkpoints_across,
-    "backward twice": _twice,
     "penalty": _penalty(False),
     "penalty inside": _penalty(True),
-    "subset of gradients": _subset,
     "frozen": _frozen(False),
     "frozen norms": _frozen(True),
     "channels last": _channels_last,
-    "several readers": _several_readers,
-    "evaluation": _evaluation,
     "backward inside": _backward_inside,
-    "another thread": _on_another_thread,
     "nested": _nested,
 }
 

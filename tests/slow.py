@@ -73,9 +73,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_values_and_gradients": 8,
         "test_what_the_table_has_is_recognised": 2,
     },
-    "test_distributed": {
-        "test_losses_gradients_and_saved_bytes_of_each_process": 0,
-    },
+    "test_distributed": {"test_losses_gradients_and_saved_bytes_of_each_process": 0},
     "test_explain": {
         "test_kinds_and_reasons": 8,
         "test_names_of_the_table": 6,
@@ -92,15 +90,9 @@ SLOW: dict[str, dict[str, int]] = {
         "test_inductor_at_the_peak": 0,
         "test_the_options_of_torch_compile": 0,
     },
-    "test_functional": {
-        "test_first_and_second_derivatives": 12,
-    },
-    "test_functions": {
-        "test_functions": 1,
-    },
-    "test_fuse_training": {
-        "test_adapters": 1,
-    },
+    "test_functional": {"test_first_and_second_derivatives": 12},
+    "test_functions": {"test_functions": 1},
+    "test_fuse_training": {"test_adapters": 1},
     "test_gpu_check": {
         "test_it_runs_on_the_fake_driver": 0,
         "test_killed_at_any_time_it_leaves_what_it_has": 0,
@@ -115,9 +107,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_couplings": 5,
         "test_peak_memory_does_not_grow_with_depth": 0,
     },
-    "test_loops": {
-        "test_every_16_bit_number_is_widened_as_torch_does": 2,
-    },
+    "test_loops": {"test_every_16_bit_number_is_widened_as_torch_does": 2},
     "test_mlp": {
         "test_masks_do_not_depend_on_what_needs_a_gradient": 1,
         "test_never_more_than_eager_is_kept": 5,
@@ -128,25 +118,15 @@ SLOW: dict[str, dict[str, int]] = {
         "test_the_same_bits": 5,
         "test_unfuse_restores_the_model": 6,
     },
-    "test_notebooks": {
-        "test_my_model": 0,
-    },
+    "test_notebooks": {"test_my_model": 0},
     "test_private_names": {
         "test_a_fault_of_any_name_raises_nowhere_and_changes_no_gradient": 0,
         "test_no_other_file_uses_one": 999,
     },
-    "test_programs": {
-        "test_programs": 1,
-    },
-    "test_races": {
-        "test_elementwise": 1,
-    },
-    "test_project": {
-        "test_the_documentation_has_all_names": 0,
-    },
-    "test_readme": {
-        "test_examples_run": 0,
-    },
+    "test_programs": {"test_programs": 1},
+    "test_races": {"test_elementwise": 1},
+    "test_project": {"test_the_documentation_has_all_names": 0},
+    "test_readme": {"test_examples_run": 0},
     "test_save_once": {
         "test_nodes_of_this_torch": 99,
         "test_rows_replay": 99,
@@ -159,15 +139,9 @@ SLOW: dict[str, dict[str, int]] = {
         "test_compiled_by_inductor": 0,
         "test_the_peak_is_two_hidden_buffers": 1,
     },
-    "test_second_runs": {
-        "test_engines": 0,
-    },
-    "test_sublinear_contexts": {
-        "test_compiled": 1,
-    },
-    "test_sublinear_plans": {
-        "test_plans_keep_what_they_say": 6,
-    },
+    "test_second_runs": {"test_engines": 0},
+    "test_sublinear_contexts": {"test_compiled": 1},
+    "test_sublinear_plans": {"test_plans_keep_what_they_say": 6},
     "test_triton": {
         "test_every_16_bit_number_backward": 9,
         "test_every_16_bit_number_forward": 10,

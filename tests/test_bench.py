@@ -25,20 +25,6 @@ QUICK = Setting(CPU)
 # --- measure ----------------------------------------------------------------------------------------------------------
 
 
-def test_variants_take_turns_and_the_order_rotates() -> None:
-    calls: list[str] = []
-
-    def slow(name: str) -> None:
-        calls.append(name)
-        time.sleep(1e-3)  # longer than a sample, so that each sample is one call
-
-    functions = {name: (lambda name=name: slow(name)) for name in "abc"}
-    times = measure.interleave(functions, CPU, seconds=0, min_rounds=4)
-    assert "".join(calls[-12:]) == "abcbcacababc"
-    assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4, "c": 4}
-    assert all(value >= 1000 for values in times.values() for value in values)  # microseconds
-
-
 @pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 def test_compiled_variants_do_not_run_each_others_code() -> None:
     from torch._functorch import config
@@ -141,22 +127,6 @@ def test_what_was_written_survives_an_end_in_the_middle_of_writing(
     with pytest.raises(KeyboardInterrupt):
         grid.add(result, {"id": "b"}, tmp_path)
     assert json.loads((tmp_path / "letters.json").read_text())["not_run"] == ["b"]
-
-
-def test_a_run_says_where_and_of_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds: list[float] = []
-    benchmark = letters(seconds)
-    result = grid.run(benchmark, benchmark.cases("cpu"), CPU, budget_seconds=30.0, out=tmp_path)
-    assert json.loads((tmp_path / "letters.json").read_text()) == result
-    assert [row["id"] for row in result["cases"]] == ["a", "b", "c"] and result["not_run"] == []
-    assert result["versions"]["pytest"] == pytest.__version__ and "no-such" not in result["versions"]
-    assert result["threads"] == torch.get_num_threads() and result["count"] == 3
-    assert result["device"]["name"] and result["device"]["slug"] and result["date"]
-    # Half of what is left for each case, and no more than a case may have.
-    assert seconds == [pytest.approx(5.0, abs=0.5), pytest.approx(7.5, abs=0.5), 9.0]
-    out = capsys.readouterr().out
-    assert "eager: none" in out and out.endswith("MISSED: 3 cases\n")
-    assert grid.run(benchmark, benchmark.cases("cpu"), CPU, budget_seconds=0.0)["not_run"] == ["a", "b", "c"]
 
 
 def test_a_part_replaces_no_committed_result(

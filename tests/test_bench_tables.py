@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
@@ -138,30 +137,3 @@ def test_the_picture_has_a_row_for_each_model(tmp_path: Path) -> None:
     untimed, of_another_dtype = copy.deepcopy(timed), {**copy.deepcopy(timed), "dtype": "float16"}
     del untimed["variants"]["fusedlayers"]["forward_backward"]
     assert overview.shown({**run, "cases": [untimed, timed, of_another_dtype]}) == [timed]
-
-
-def test_the_table_of_setups_in_short(tmp_path: Path) -> None:
-    """Reasons once, peaks where PyTorch saves nothing, and which cells have no figure."""
-
-    def row(setup: str, saved: int, peak: int, eager: int = 100) -> dict[str, Any]:
-        bytes_of = {"eager": (eager, 200), "fusedlayers": (saved, peak)}
-        keys = "saved_bytes", "peak_bytes"
-        variants = {name: dict(zip(keys, found, strict=True)) for name, found in bytes_of.items()}
-        return {"setup": setup, "model": "BERT", "variants": variants}
-
-    cases = [row("float32", 63, 150), row("bfloat16", 50, 150), row("save_on_cpu", 0, 140, eager=0)]
-    cases.append(row("checkpoints of all blocks", 75, 150))
-    for setup in ("checkpoints of every second block", "selective checkpoints"):
-        cases.append({"setup": setup, "model": "BERT", "variants": {}, "unsuited": "no such switch"})
-    commit(a_run(cases), "setups", tmp_path)
-    lines = tables.TABLES["works_with"](tmp_path).splitlines()
-    assert lines[2] == "| Saved bytes, as a share of PyTorch's | BERT |"
-    cells = dict(line.strip("| ").split(" | ") for line in lines[4:])
-    assert {re.sub(r"\[(.*?)\]\(.*?\)", r"\1", label): cell for label, cell in cells.items()} == {
-        "float32; bfloat16": ".63; .50",
-        "autocast; with bfloat16 weights": "not measured",
-        "under autocast LoRA on q and v; on all projections; only the last block trained": "not measured",
-        "checkpoints of all blocks; of every second; selective ones": ".75; no such switch",
-        "DDP, autocast; FSDP2; EMA copy": "not measured",
-        "`save_on_cpu` (peak)": ".70",
-    }

@@ -1,20 +1,12 @@
-"""Random activations (``functions.py``): values and slopes as exact as the README says, in every dtype.
-
-``python tests/test_functions.py FIRST SECONDS`` tries more of them.
-"""
+"""Random activations (``functions.py``): values and slopes as exact as the README says, in every dtype."""
 
 from __future__ import annotations
 
-import itertools
-import logging
-import sys
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import functions
 import pytest
-import settings
 import torch
 from plans import plans_of
 from torch import Tensor
@@ -128,20 +120,3 @@ def _compare(
     assert not is_normal or rms(of_ours) <= allowed, (
         f"{say}: slopes err by {rms(of_ours) / size:.3g} (rms), by eager {rms(of_eager) / size:.3g}"
     )
-
-
-if __name__ == "__main__":
-    logging.getLogger("fusedlayers").setLevel(logging.ERROR)
-    settings.fuse_little()
-    first, seconds = int(sys.argv[1]), float(sys.argv[2])
-    end = time.monotonic() + seconds
-    for seed in itertools.count(first):
-        if time.monotonic() > end:
-            break
-        text = functions.source(seed)
-        try:
-            print(seed, *check(text, seed), text, flush=True)
-        except AssertionError as error:
-            print(f"DIFFERS {error}", flush=True)
-        except Exception as error:
-            print(f"FAILS {seed} {text}: {type(error).__name__}: {error}", flush=True)

@@ -239,14 +239,6 @@ def test_a_static_forward_is_left_alone(x: Tensor) -> None:
     assert are_same(step(model, x), step(eager, x))
 
 
-def test_shared_modules(x: Tensor) -> None:
-    act, block = nn.GELU(), MLP()
-    model = nn.Sequential(block, nn.Linear(IN, HIDDEN), act, nn.Linear(HIDDEN, IN), act, block)
-    eager = copy.deepcopy(model)
-    fl.fuse(model)
-    assert are_same(step(model, x), step(eager, x))
-
-
 # --- bytes ------------------------------------------------------------------------------------------------------------
 
 
@@ -541,13 +533,10 @@ X = torch.ones(ROWS, IN)
 #: A model, its inputs, and what is said of them.
 MISFITS: dict[str, tuple[Callable[[], nn.Module], Any, str]] = {
     "missing": (Two, X, r"\(pass all that it needs: a tuple .*\): TypeError: .* missing .*: 'mask'"),
-    "missing by name": (Two, {"ids": X}, r"\(pass all that it needs: .*\): TypeError: .* missing .*: 'mask'"),
     "pair": (MLP, (X, X), r"of a pair from a loader pass batch\[0\].*takes 2 positional arguments but 3 were given"),
     "no such name": (MLP, {"images": X}, r"\(a dict holds keyword arguments.*unexpected keyword argument 'images'"),
     "sizes": (MLP, X[:, 1:], "RuntimeError: .*31"),
-    "array": (MLP, X.numpy(), r"a NumPy array is among the inputs; torch\.from_numpy makes a tensor of it"),
     "loader": (MLP, torch.utils.data.DataLoader([X]), "a data loader or a dataset is among the inputs; pass a batch"),  # type: ignore[arg-type]
-    "shape": (MLP, (4, IN), r"if a tensor of this shape is meant, pass torch\.randn\(4, 32\)"),
 }  # fmt: skip
 
 

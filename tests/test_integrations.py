@@ -152,12 +152,6 @@ def test_trainer(way: str, make: Any, options: Any, tmp_path: Path, capsys: pyte
     assert (f"{type(make()).__name__}: " in capsys.readouterr().out) is ("report" in options)
 
 
-def test_a_fitted_model_keeps_to_its_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trained(seeded(llama), tmp_path, [callback(report=True, fit_budget=100_000)], max_steps=2)
-    shown = capsys.readouterr().out
-    assert "LlamaForCausalLM: at most 97.7 KiB saved for backward" in shown and "recomputed" in shown
-
-
 def test_a_checkpoint_loads_with_and_without_it(tmp_path: Path) -> None:
     saving = {"save_strategy": "steps", "save_steps": 10}
     plain, model, resumed = seeded(llama), seeded(llama), seeded(llama)
@@ -450,16 +444,6 @@ def test_trainings_that_cannot_begin(budgets: list[Any], more: dict[str, Any], m
     with pytest.raises(ValueError, match=message):
         trained(model, tmp_path, [callback(fit_budget=budget) for budget in budgets], **more)
     assert_same_bits(model, seeded(llama))
-
-
-@pytest.mark.filterwarnings("ignore")  # of Lightning
-def test_trainings_that_cannot_begin_in_lightning() -> None:
-    module = lit()
-    with pytest.raises(ValueError, match="FuseCallback: got two of them in one trainer; pass one"):
-        fitted(module, [lightning_callback(), lightning_callback(report=True)])
-    assert_same_bits(module, lit())
-    with pytest.raises(TypeError, match=r"FuseCallback: fit got a compiled module, and torch\.compile decides"):
-        fitted(torch.compile(module, backend="eager"), [lightning_callback()])
 
 
 def test_a_model_that_no_step_calls() -> None:

@@ -81,13 +81,6 @@ def test_function_transforms_see_plain_operations() -> None:
 
     found = torch.func.grad(energy)({name: 2 * p.detach() for name, p in module.named_parameters()})
     assert all(g.abs().sum() > 0 for g in found.values())
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")  # torch's decompositions use it
-        tangents = [torch.func.jvp(m, (x,), (x,))[1] for m in (module, other)]
-        torch.testing.assert_close(*tangents)
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(x, x)
-            torch.testing.assert_close(torch.autograd.forward_ad.unpack_dual(module(dual)).tangent, tangents[0])
 
 
 def test_parameters_that_change_between_the_passes_raise() -> None:

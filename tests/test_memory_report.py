@@ -223,13 +223,11 @@ def test_what_a_module_replaces_is_made_anew(x: Tensor) -> None:
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
     "blocks": lambda: (Blocks(), torch.randn(ROWS, IN)),
-    "dropout": lambda: (nn.Sequential(mlp(), nn.Dropout(0.5), mlp()), torch.randn(ROWS, IN)),
     "convolutions": lambda: (
         nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.SiLU(), nn.MaxPool2d(2), nn.Conv2d(16, 8, 1)),
         torch.randn(4, 8, 16, 16),
     ),
     "attention": lambda: (nn.TransformerEncoderLayer(IN, 4, OUT, batch_first=True), torch.randn(4, 64, IN)),
-    "lstm": lambda: (nn.LSTM(IN, IN, 2), torch.randn(16, 16, IN)),
     "fused dense": lambda: (nn.Sequential(fl.FusedDenseAct(IN, OUT), nn.Linear(OUT, IN)), torch.randn(ROWS, IN)),
     "fused gated": lambda: (fl.FusedGatedMLP(IN, OUT), torch.randn(ROWS, IN)),
     "recomputed": lambda: (fl.FusedMLP(IN, OUT, save="recompute"), torch.randn(ROWS, IN)),
@@ -312,17 +310,6 @@ def test_the_peak_of_an_mlp(x: Tensor) -> None:
     report = fl.memory_report(mlp(), x)
     assert report.peak_bytes == 3 * HIDDEN_BYTES + INPUT_BYTES + WEIGHT_BYTES + IN * 4 + 2 * 4
     assert report.moment == "backward pass, aten::sum in AddmmBackward0 of 2"
-
-
-def test_a_peak_late_in_the_backward_pass(x: Tensor) -> None:
-    """The first layer's node makes a large gradient last."""
-    wide, narrow = nn.Linear(IN, 64 * IN, bias=False), nn.Linear(IN, IN)
-
-    def model(x: Tensor) -> Tensor:
-        return narrow(F.linear(x[:4], wide.weight)[:, :IN].sin())  # type: ignore[no-any-return]
-
-    report = fl.memory_report(model, x)
-    assert report.moment.endswith("in MmBackward0 of model") and report.peak_bytes >= wide.weight.nbytes
 
 
 def test_a_peak_in_the_forward_pass(x: Tensor) -> None:
@@ -448,8 +435,6 @@ META = mlp().to("meta")
     ("call", "error", "said"),
     [
         (lambda: report_of(3, X), TypeError, "^memory_report: model must be a module or a function, got int; pass the"),
-        (lambda: report_of(MODEL, X, X), TypeError, r"^memory_report: inputs must be one tuple .*\(model, \(x, y\)\)$"),
-        (lambda: report_of(nn.Linear, X), TypeError, "must be an instance, Linear"),
         (
             lambda: report_of(META, X),
             ValueError,
@@ -457,17 +442,13 @@ META = mlp().to("meta")
         ),
         (lambda: torch.no_grad()(report_of)(MODEL, X), ValueError, "gradients are switched off here; call it outside"),
         (lambda: report_of(FROZEN, X), ValueError, r"of shape \(256, 32\) that does not .* 4 parameters are frozen"),
-        (lambda: report_of(lambda x: [None], X), ValueError, "list with 0 tensors in it.*let a parameter or an input"),
-        (lambda: report_of(MODEL, X, loss=3), TypeError, "loss must be a function of the model's result, got 3"),
         (lambda: report_of(MODEL, X, loss=lambda y: y), ValueError, r"returned a float32 .* \(256, 32\) that requires"),
-        (lambda: report_of(MODEL), ValueError, r"does not run on these inputs \(pass all that it needs: .* missing 1"),
         (
             lambda: report_of(MODEL, X[:, 1:]),
             ValueError,
             "^memory_report: the model does not run .*: RuntimeError: .*mat",
         ),
         (lambda: report_of(MODEL, np.ones((2, IN))), ValueError, r"\(a NumPy array is among .* makes a tensor of it\)"),
-        (lambda: report_of(lambda x: {}["a bug"], X), ValueError, "does not run on these inputs: KeyError: 'a bug'$"),
     ],
 )
 def test_errors(call: Callable[[], Any], error: type[Exception], said: str) -> None:

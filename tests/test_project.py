@@ -90,18 +90,6 @@ def test_versions_are_those_of_the_metadata() -> None:
     assert {row["python"] for row in rows_of(jobs["package"])} == {pythons[0], pythons[-1]}
 
 
-def test_a_release_is_built_as_it_is_tested_and_one_job_may_publish_it() -> None:
-    workflow = loaded(".github", "workflows", "publish.yml")
-    assert workflow[True] == {"release": {"types": ["published"]}}  # YAML reads "on" as true
-    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
-    commands = [step["run"] for step in build["steps"] if "run" in step]
-    assert commands[0] == ".ci/run package" and 'fusedlayers-${GITHUB_REF_NAME#v}.tar.gz"' in commands[1]
-    package = RUN.read_text(encoding="utf-8")
-    assert "python -m build\n" in package and "twine check --strict dist/*\n" in package
-    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
-    assert workflow["permissions"] == {"contents": "read"} and "permissions" not in build
-
-
 def test_ci_run_says_which_parts_there_are() -> None:
     assert os.access(RUN, os.X_OK)
     done = subprocess.run([RUN, "lint", "docs"], capture_output=True, text=True, timeout=60, check=False)

@@ -3,11 +3,10 @@
 import copy
 import pickle
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import fusedlayers as fl
 
@@ -18,20 +17,6 @@ UNFUSE = r"^torch\.jit\.script: {} was changed by fusedlayers\.fuse or .*; call 
 
 def _block() -> nn.Sequential:
     return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-
-
-class Own(nn.Module):
-    """It says by itself what TorchScript should compile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(x)))
-
-    def __prepare_scriptable__(self) -> Any:
-        return nn.Sequential(self.up, nn.GELU(), self.down)
 
 
 def _fused(model: nn.Module) -> nn.Module:
@@ -48,7 +33,6 @@ def _fitted() -> nn.Module:
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fused": (lambda: _fused(_block()), "Sequential"),
     "fused below": (lambda: nn.Sequential(nn.Linear(32, 32), _fused(_block())), "Sequential"),
-    "fused, its class says what to compile": (lambda: _fused(Own()), "Own"),
     "fitted": (_fitted, ".*"),
 }
 
