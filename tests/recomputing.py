@@ -20,8 +20,6 @@ from fusedlayers.recompute.child_costs import measure
 
 MODES = ("all", "cheap", "nothing")
 every_mode = pytest.mark.parametrize("recompute", MODES)
-# torch's compiler uses deprecated parts of torch itself.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 
 def outcome(net: Any, *inputs: Any, seed: int = 7) -> list[Any]:

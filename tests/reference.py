@@ -138,6 +138,13 @@ def check_gates(backend: Any, activation: Activation, z: Tensor, up: Tensor, dy:
     assert_as_good_as_torch(of_up, torchs_gradients[1], dy.double() * exact)
 
 
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """To the last bit; NaN is NaN."""
+    if a.shape != b.shape or a.dtype is not b.dtype:
+        return False
+    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
 def label(value: object) -> str:
     """A test's id for ``value``: the same in every process, where ``str`` of a function holds its address."""
     return str(getattr(value, "__name__", value))

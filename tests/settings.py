@@ -1,10 +1,14 @@
-"""What every process of the tests settles: its random numbers, and how small the tensors are that are fused."""
+"""What the tests settle: random numbers, how small tensors are that are fused, and which warnings are torch's own."""
 
 import random
 import zlib
 
 import numpy as np
+import pytest
 import torch
+
+# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
+compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 #: Tests compute little, which PyTorch would compute: in them it computes only results of less than 1 KiB.
 SIZES = {

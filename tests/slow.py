@@ -116,7 +116,6 @@ SLOW: dict[str, dict[str, int]] = {
     },
     "test_models": {
         "test_the_same_bits": 5,
-        "test_unfuse_restores_the_model": 6,
     },
     "test_notebooks": {"test_my_model": 0},
     "test_private_names": {

@@ -166,6 +166,28 @@ SUBJECTS: dict[str, Subject] = {
     "block, saved once": Subject(lambda act, save="auto": Block(act, once=True), (30, 12), _block, 1200),
 }
 
+LAYERS = [name for name in SUBJECTS if not name.startswith("block")]
+#: Those that are one module of the package.
+MODULES = [name for name in LAYERS if not name.startswith(("bias", "activation")) and "residual" not in name]
+
+
+# What may be done to a layer: then it must be called.
+
+
+def hooked(layer: Any) -> Any:
+    layer.register_forward_pre_hook(lambda *_: None)
+    return layer
+
+
+def replaced(layer: Any) -> Any:
+    layer.forward = lambda x: F.linear(x, layer.weight, layer.bias)
+    return layer
+
+
+def parametrized(layer: Any) -> Any:
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    return layer
+
 
 class Swish(nn.Module):
     """Reads a trainable tensor."""

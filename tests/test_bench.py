@@ -188,18 +188,6 @@ def test_each_benchmark_measures_its_cases(name: str, tmp_path: Path, capsys: py
         check({row["id"]: row for row in result["cases"]})
 
 
-def _check_dense(rows: dict[str, Any]) -> None:
-    (row,) = rows.values()
-    assert (row["tokens"], row["in_features"], row["hidden_features"]) == (12, 768, 3072)
-    assert row["hidden_bytes"] == 12 * 3072 * 4
-    assert row["variants"]["fusedlayers"]["peak_bytes"] > row["hidden_bytes"]
-
-
-def _check_mlp(rows: dict[str, Any]) -> None:
-    (row,) = rows.values()
-    assert row["variants"].keys() == {"eager", "fusedlayers", "recompute", "matmuls"}
-
-
 def _check_containers(rows: dict[str, Any]) -> None:
     revnet, resnet152 = (row["variants"] for row in rows.values())
     assert revnet["invertible"]["saved_bytes"] < revnet["eager"]["saved_bytes"]

@@ -79,34 +79,6 @@ def test_readme_round_trip(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert path.read_text().index("Some cuda, torch") < path.read_text().index("Some cpu")
 
 
-def table_of(name: str, run: dict[str, Any], results: Path) -> list[str]:
-    """The lines of the README's table when the folder of results, which was empty before, has this run on a CPU."""
-    text = f"{README}<!-- bench:{name} -->\n<!-- /bench:{name} -->\n"
-    assert f"`python -m bench {name}` makes one" in report.fill(text, results)
-    commit(run, name, results)
-    lines = report.fill(text, results).split(f"<!-- bench:{name} -->")[1].strip().splitlines()
-    assert lines[0] == "Some cpu, 4 threads, torch 2.13.0, 2030-01-02:"
-    return lines
-
-
-def test_the_models_table(tmp_path: Path) -> None:
-    def row(dtype: str, **variants: Any) -> dict[str, Any]:
-        eager = {"saved_bytes": 200 * 2**20, "peak_bytes": 400 * 2**20}
-        return {"model": "BERT", "dtype": dtype, "input": [4, 512], "variants": {"eager": eager, **variants}}
-
-    time_of = {"forward_backward": {"median_us": 5432100.0, "ratio": 0.987}}
-    ours = {"saved_bytes": 150 * 2**20, "peak_bytes": 300 * 2**20}
-    run = a_run([row("float32", fusedlayers=ours), row("autocast")])
-    run["cases"][1]["variants"]["eager"] |= time_of
-    run["cases"][1]["variants"] |= {"fusedlayers": time_of, "compile": {"error": "no compiler"}}
-    lines = table_of("models", run, tmp_path)
-    assert lines[2].count("|") == lines[3].count("|") == lines[4].count("|")
-    assert lines[4:-1] == [
-        "| BERT, float32 (4 x 512) | 200.0 | **-25.0 %** | 400.0 | **-25.0 %** | - | **-** | - |",
-        "| BERT, autocast (4 x 512) | 200.0 | **-** | 400.0 | **-** | 5.43 s | **0.99x** | - |",
-    ]
-
-
 def test_readme_without_results(tmp_path: Path) -> None:
     assert "No result is committed yet" in report.fill(README, tmp_path)
 

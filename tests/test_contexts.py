@@ -11,6 +11,7 @@ import reference
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from settings import compiles
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -23,8 +24,6 @@ TABLE = [row.bind() for row in definitions()]
 
 every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
 
-# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 #: What saving the output costs a folded derivative in float32.
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 5e-4}

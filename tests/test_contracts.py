@@ -23,7 +23,8 @@ from gpu import DEVICE, INTERPRETER_WARNINGS
 from pairs import covering
 from plans import plans_of
 from reference import assert_near
-from subjects import ACTIVATIONS, FLOOR, SUBJECTS, Twins, assert_as_exact, living_bytes
+from settings import compiles
+from subjects import ACTIVATIONS, FLOOR, LAYERS, MODULES, SUBJECTS, Twins, assert_as_exact, living_bytes
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -39,10 +40,6 @@ from fusedlayers.utils.storages import sizes_of, tensors_in
 
 SAVES = ("auto", "input", "recompute")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-LAYERS = [name for name in SUBJECTS if not name.startswith("block")]
-#: Those that are one module of the package.
-MODULES = [name for name in LAYERS if not name.startswith(("bias", "activation")) and "residual" not in name]
-
 Cases = list[Any]
 
 
@@ -85,8 +82,6 @@ def _some(cases: Cases, step: int) -> Cases:
 
 
 every = pytest.mark.parametrize(("name", "activation", "save"), _each(SAVES))
-# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 
 def _dy(twins: Twins, x: Tensor) -> Tensor:

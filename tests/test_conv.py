@@ -42,13 +42,10 @@ CASES: dict[str, tuple[Shape, Shape, dict[str, Any]]] = {
     "2d even kernel": ((2, 4, 7, 9), (8, 4, 2, 4), {"padding": "same"}),
     "2d grouped": ((2, 4, 9, 7), (6, 2, 3, 3), {"groups": 2, "padding": "same"}),
     "2d depthwise": ((2, 8, 9, 7), (8, 1, 3, 3), {"groups": 8, "padding": 1}),
-    "2d multiplied": ((2, 4, 9, 7), (12, 1, 3, 3), {"groups": 4}),
     "2d pointwise": ((2, 4, 9, 7), (8, 4, 1, 1), {}),
-    "2d unbatched": ((4, 9, 7), (8, 4, 3, 3), {"padding": 1}),
     "3d": ((2, 4, 4, 5, 6), (8, 4, 3, 3, 3), {"padding": 1}),
     "3d strided and dilated": ((2, 4, 6, 7, 8), (8, 4, 2, 3, 3), {"stride": (1, 2, 1), "dilation": (2, 1, 1)}),
     "3d depthwise": ((2, 4, 4, 5, 6), (4, 1, 3, 1, 3), {"groups": 4, "padding": "same"}),
-    "3d unbatched": ((4, 4, 5, 6), (8, 4, 1, 2, 3), {"padding": (0, 1, 2)}),
 }
 every_case = pytest.mark.parametrize("case", CASES)
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from literature import PUBLISHED
 from plans import plans_of
+from settings import compiles
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -28,9 +29,6 @@ Function = Callable[[Tensor], Tensor]
 
 TRAINED = tuple(entry for entry in PUBLISHED if entry.trainable)
 HALVES = (torch.bfloat16, torch.float16)
-
-# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 
 @pytest.fixture
@@ -98,21 +96,9 @@ def test_other_tensors_share_a_trace_and_other_numbers_do_not(traces: list[int])
     assert run(scalars[0].detach()) == 1
 
 
-class Gelu(nn.Module):
-    """As other libraries have it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.act = F.gelu
-
-    def forward(self, z: Tensor) -> Tensor:
-        return self.act(z)
-
-
 @pytest.mark.parametrize(
     ("function", "name"),
     [
-        (Gelu(), "gelu"),
         (lambda z: F.gelu(z, approximate="tanh"), "gelu_tanh"),
         (lambda z: z * torch.sigmoid(1.702 * z), "quick_gelu"),
         (lambda z: F.silu(z), "silu"),

@@ -1,8 +1,5 @@
 """``explain``: what it says of an activation is what happens, and what it measures is so."""
 
-import math
-from collections.abc import Callable
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -83,33 +80,6 @@ def test_tensors_along_any_dimension_are_tried_on_inputs_that_have_it(shape: tup
     assert report.kind == "needs input" and report.saved_bytes["float32"] == pytest.approx((20, 8), rel=0.01)
 
 
-KEEPS = "the layer keeps its input, which determines the derivative"
-AGAIN = "the layer computes its input again, which determines the derivative"
-
-
-@pytest.mark.parametrize(
-    ("layer", "kept", "said", "reason"),
-    [
-        (fl.FusedDenseAct(4, 8, "silu"), (8, 4), "the output (last bit = side of minimum)", "it turns once"),
-        (fl.FusedDenseAct(4, 8, "tanh", save="input"), (4, 8), "the input", KEEPS),
-        (fl.FusedConvAct2d(4, 8, 3, "tanh"), (4, 4), "the output", "the output determines"),
-        (fl.FusedMLP(4, 16), (8, 4), "the output (last bit = side of minimum)", "it turns once"),
-        (fl.FusedMLP(4, 16, activation=nn.PReLU(), save="recompute"), (8, 0), "nothing and recomputes", "PReLU reads"),
-        (fl.FusedMLP(4, 16, save="recompute"), (8, 0), "nothing and recomputes", AGAIN),
-        (fl.FusedGatedMLP(4, 16), (16, 8), "gate and up", KEEPS),
-        (fl.FusedGatedMLP(4, 16, save="recompute"), (16, 0), "nothing and recomputes", AGAIN),
-    ],
-    ids=lambda value: value.extra_repr() if isinstance(value, nn.Module) else "",
-)
-def test_layers_say_what_they_keep(layer: nn.Module, kept: tuple[int, int], said: str, reason: str) -> None:
-    report = fl.explain(layer)
-    assert tuple(math.floor(bytes_) for bytes_ in report.saved_bytes["float32"]) == kept
-    assert report.saves["float32"].startswith(f"saves {said}") and report.reason.startswith(reason)
-    first, second, *_ = str(report).splitlines()
-    assert first == report.layer == f"{type(layer).__name__}: {layer.extra_repr()}" and f", saves {said}" in first
-    assert second == f"{report.name}: {report.kind}"
-
-
 def test_a_model_is_a_table_of_what_is_fused_in_it() -> None:
     part = nn.Sequential(nn.Linear(4, 8), nn.GELU())
     model = nn.Sequential(part, *(fl.FusedDenseAct(8, 8) for _ in range(2)))
@@ -143,23 +113,6 @@ def test_what_is_no_activation_is_an_error(given: object, error: type[Exception]
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("activation", "eager", "here"),
-    [
-        (F.gelu, 8, 4),
-        (torch.tanh, 4, 4),
-        (F.relu, 4, 4),
-        (lambda z: z * torch.tanh(torch.exp(z)), 16, 4),
-        (torch.cos, 8, 8),
-        (F.hardshrink, 8, 4),
-    ],
-    ids=["gelu", "tanh", "relu", "tanhexp", "cos", "hardshrink"],
-)
-def test_bytes(activation: Callable[[Tensor], Tensor], eager: int, here: int) -> None:
-    half = eager / 2, here / 2
-    assert fl.explain(activation).saved_bytes == {"float32": (eager, here), "float16": half, "bfloat16": half}
 
 
 @pytest.mark.parametrize("activation", ["gelu", "tanh", "softplus", "mish"])

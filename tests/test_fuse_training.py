@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_fuse import HIDDEN
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("small_values_are_replayed")
 def _llama() -> Any:
     hf = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": HIDDEN, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     return hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=96, pad_token_id=0, bos_token_id=1, eos_token_id=2, **sizes))
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
-from test_messages import hooked, parametrized, replaced
+from subjects import hooked, parametrized, replaced
 from torch import Tensor, nn
 
 import fusedlayers as fl

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from settings import compiles
 from torch import Tensor, nn
 
 from fusedlayers.memory import peak_bytes, saved_bytes
@@ -14,10 +15,6 @@ from fusedlayers.memory import peak_bytes, saved_bytes
 ROWS, IN, OUT = 64, 32, 96
 INPUT_BYTES = ROWS * IN * 4
 HIDDEN_BYTES = ROWS * OUT * 4
-
-
-# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from settings import compiles
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -26,9 +27,6 @@ from fusedlayers.utils.step import Step
 
 ROWS, IN, OUT = 256, 32, 128
 INPUT_BYTES, HIDDEN_BYTES, WEIGHT_BYTES = ROWS * IN * 4, ROWS * OUT * 4, IN * OUT * 4
-
-# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 
 @pytest.fixture
@@ -312,18 +310,6 @@ def test_the_peak_of_an_mlp(x: Tensor) -> None:
     assert report.moment == "backward pass, aten::sum in AddmmBackward0 of 2"
 
 
-def test_a_peak_in_the_forward_pass(x: Tensor) -> None:
-    weight = nn.Parameter(torch.ones(1))
-
-    def shrinks(x: Tensor) -> Tensor:
-        y = (x * weight).sin()
-        return weight * (y.detach().repeat(1, 8) + 1).sum() + y.sum()
-
-    report = fl.memory_report(shrinks, x)
-    assert report.moment == "forward pass, aten::add in shrinks"
-    assert report.peak_bytes == pytest.approx(18 * INPUT_BYTES, abs=16)
-
-
 # --- the model is left as it was --------------------------------------------------------------------------------------
 
 
@@ -454,19 +440,6 @@ META = mlp().to("meta")
 def test_errors(call: Callable[[], Any], error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         call()
-
-
-def test_inputs_are_a_tensor_a_tuple_of_arguments_or_a_mapping_of_keywords() -> None:
-    x = torch.randn(4, 8, requires_grad=True)
-    report = fl.memory_report(lambda input: input.exp(), x)
-    for model, given in (
-        (lambda input: input.exp(), (x,)),
-        (lambda input: input.exp(), {"input": x}),
-        (lambda batch: batch["x"].exp(), ({"x": x},)),
-        (lambda a, b: (a * 1).exp(), (x, x + 1)),
-        (lambda: x.exp(), ()),
-    ):
-        assert fl.memory_report(model, given).rows == report.rows
 
 
 # --- text, pictures, JSON ---------------------------------------------------------------------------------------------

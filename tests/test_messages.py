@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from subjects import SUBJECTS
-from test_contracts import MODULES
+from subjects import MODULES, SUBJECTS, hooked, parametrized, replaced
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -172,21 +171,6 @@ def test_save_output_where_the_output_does_not_suffice(activation: object, dtype
 
 
 # --- layers -----------------------------------------------------------------------------------------------------------
-
-
-def hooked(layer: Any) -> Any:
-    layer.register_forward_pre_hook(lambda *_: None)
-    return layer
-
-
-def replaced(layer: Any) -> Any:
-    layer.forward = lambda x: F.linear(x, layer.weight, layer.bias)
-    return layer
-
-
-def parametrized(layer: Any) -> Any:
-    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
-    return layer
 
 
 def whole_numbers(layer: Any) -> Any:

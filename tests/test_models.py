@@ -44,17 +44,3 @@ def test_the_same_bits(case: Case, is_checkpointed: bool) -> None:
     for autocast in (False, True):
         ours, theirs = (step(each, inputs, autocast) for each in (model, eager))
         assert len(ours) == len(theirs) > 5 and all(map(torch.equal, ours, theirs))
-
-
-@every_case
-def test_unfuse_restores_the_model(case: Case) -> None:
-    model, inputs = case.make().eval(), case.inputs()
-    classes = {name: type(module) for name, module in model.named_modules()}
-    contents = {name: set(vars(module)) for name, module in model.named_modules()}
-    with torch.no_grad():
-        before = model(**inputs)[0]
-        fl.fuse(model, inputs)
-        fl.unfuse(model)
-        assert {name: type(module) for name, module in model.named_modules()} == classes
-        assert {name: set(vars(module)) for name, module in model.named_modules()} == contents
-        assert torch.equal(model(**inputs)[0], before)

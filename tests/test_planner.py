@@ -158,15 +158,6 @@ def test_the_last_of_segments_given_by_length_runs_once() -> None:
     assert segments_of_lengths([3, 2, 2], "cheap") == ((0, 3, "cheap"), (3, 5, "cheap"), (5, 7, "nothing"))
 
 
-def test_without_a_budget_alike_children_keep_about_twice_the_root_of_their_number() -> None:
-    alike = ChildCosts(100, 300, True, False, 0, 0, False, 1.0, 1.0)
-    for count in (16, 64):
-        found = plan_within_budget([alike] * count, None, ("nothing", "all"))
-        # k segments keep 100 k, and 400 n / k more while one runs again: 400 sqrt(n) at best.
-        assert found.peak_bytes <= 400 * (count**0.5 + 1)
-        assert found.eager_bytes >= 400 * (count - 1)
-
-
 def test_many_children_are_planned_within_their_budget_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not all states are gone on with then."""
     sequence = [child for seed in range(20) for child in children(seed)][:40]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from layouts import LAYOUTS
 from torch import Tensor
 
 from fusedlayers import kernels
@@ -192,29 +193,6 @@ def _activation(function: Function, operands: int) -> Activation:
 
 def _kinked(z: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(z > 0, z + torch.sin(a * z).square() / a, torch.where(z < -1, b * z, b * z * z))
-
-
-LAYOUTS: dict[str, tuple[Callable[[], Tensor], int]] = {
-    "rows": (lambda: torch.randn(300, 20), -1),
-    "columns": (lambda: torch.randn(300, 20), 0),
-    "transposed": (lambda: torch.randn(20, 300).t(), -1),
-    "nchw": (lambda: torch.randn(3, 20, 7, 5), 1),
-    "channels last": (lambda: torch.randn(3, 20, 7, 5).contiguous(memory_format=torch.channels_last), 1),
-    "3-d": (lambda: torch.randn(4, 20, 30), 1),
-    "3-d, last": (lambda: torch.randn(4, 20, 30), 2),
-    "5-d": (lambda: torch.randn(2, 6, 3, 4, 5), -4),
-    "one channel": (lambda: torch.randn(30, 1, 6), 1),
-    "one row": (lambda: torch.randn(1, 900), -1),
-    "one element": (lambda: torch.randn(1, 1), 1),
-    "1-d": (lambda: torch.randn(400), 0),
-    "0-d": (lambda: torch.randn(()), -1),
-    "empty": (lambda: torch.randn(0, 5), -1),
-    "no channels": (lambda: torch.randn(5, 0), -1),
-    "gaps": (lambda: torch.randn(6, 20, 10)[:, ::2], 1),
-    "expanded": (lambda: torch.randn(6, 1, 10).expand(6, 20, 10), 1),
-    "permuted": (lambda: torch.randn(4, 5, 6, 7).permute(3, 1, 0, 2), 2),
-    "large": (lambda: torch.randn(40, 64, 100), 1),
-}
 
 
 def _operands(z: Tensor, dim: int, per_channel: tuple[bool, bool]) -> list[Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 import programs
 import pytest
 import torch
+from reference import are_equal
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -56,13 +57,6 @@ def check(seed: int) -> None:
 
 def save_once(model: nn.Module) -> None:
     model.forward = fl.save_once()(model.forward)  # type: ignore[method-assign]
-
-
-def are_equal(a: Tensor, b: Tensor) -> bool:
-    """To the last bit; NaN is NaN."""
-    if a.shape != b.shape or a.dtype is not b.dtype:
-        return False
-    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 def _trained(program: programs.Program, enter: Callable[..., Any] = id) -> Found:

@@ -19,8 +19,9 @@ import pytest
 import recipe_cases as cases
 import torch
 import torch.nn.functional as F
+from entering import entered
+from reference import are_equal
 from subjects import living_bytes
-from test_overhead import entered
 from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -35,13 +36,6 @@ from fusedlayers.utils.autograd_graph import nodes_of, saved_by
 from fusedlayers.utils.storages import sizes_of, tensors_in
 
 pytestmark = pytest.mark.usefixtures("small_values_are_replayed")
-
-
-def are_equal(a: Tensor, b: Tensor) -> bool:
-    """To the last bit; NaN is NaN."""
-    if a.shape != b.shape or a.dtype is not b.dtype:
-        return False
-    return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------

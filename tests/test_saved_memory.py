@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
+from settings import compiles
 from torch import Tensor
 
 import fusedlayers as fl
@@ -20,8 +21,6 @@ ELEMENTS = ROWS * HIDDEN
 
 every_activation = pytest.mark.parametrize("activation", OUTPUT_ONLY, ids=str)
 every_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
 

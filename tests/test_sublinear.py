@@ -118,18 +118,6 @@ def test_autocast_is_replayed(recompute: str) -> None:
     assert set(dtypes) == {torch.bfloat16} and len(dtypes) > 8
 
 
-def test_arguments_need_not_be_tensors() -> None:
-    class Scaled(nn.Module):
-        def forward(self, input: Tensor, factor: float, name: str | None, sizes: list[int]) -> Tensor:
-            return (input * factor).view(*sizes).tanh()
-
-    parts: list[nn.Module] = [Scaled(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)]
-    plain, net = nn.Sequential(*parts[1:]), fl.SublinearSequential(*parts, segments=2)
-    x = rows()
-    expected = outcome(lambda x: plain(parts[0](x, 2.0, None, [-1, 8])), x)
-    same(outcome(lambda x: net(x, 2.0, None, [-1, 8]), x), expected)
-
-
 def test_evaluation_runs_plainly() -> None:
     calls: list[int] = []
     net = fl.SublinearSequential(*blocks()).eval()
@@ -358,22 +346,12 @@ class _Holder:
     __call__ = method
 
 
-def _closure(net: nn.Module) -> Callable[[Tensor], Tensor]:
-    def inner(x: Tensor) -> Tensor:
-        return net(x)  # type: ignore[no-any-return]
-
-    return lambda x: inner(x)
-
-
 FUNCTIONS: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
     "module": lambda net: net,
     "lambda": lambda net: lambda x: net(x),
-    "lambda with a default": lambda net: lambda x, net=net: net(x),
     "method of a module": lambda net: net.forward,
-    "method": lambda net: _Holder(net).method,
     "callable object": _Holder,
     "partial": lambda net: functools.partial(lambda net, x: net(x), net),
-    "nested closures": _closure,
     "global": lambda net: _by_global,
     "argument": lambda net: functools.partial(_called, net),
 }

@@ -15,7 +15,6 @@ from recomputing import (
     Checkpointed,
     Counting,
     blocks,
-    compiles,
     convolutions,
     every_mode,
     images,
@@ -25,6 +24,7 @@ from recomputing import (
     saved_inside,
     twins,
 )
+from settings import compiles
 from torch import Tensor, nn
 from torch.fx import symbolic_trace
 from torch.fx.experimental.proxy_tensor import make_fx

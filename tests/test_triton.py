@@ -3,7 +3,6 @@
 Errors are measured against float64 and compared with torch's own in the same dtype.
 """
 
-import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -11,8 +10,8 @@ from typing import Any, Literal
 
 import pytest
 import torch
-from conftest import SPLITS
 from gpu import ACTIVATIONS, DEVICE, DTYPES, INTERPRETED, INTERPRETER_WARNINGS
+from layouts import TRITONS, along, integers, normal, sum_along, way
 from reference import all_values, assert_as_good_as_torch, check_gates, derivative, encoding_error, steps, ulp
 from torch import Tensor
 
@@ -47,10 +46,6 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 every_half = pytest.mark.parametrize("dtype", HALVES, ids=str)
 
 
-def normal(*shape: int, dtype: torch.dtype = torch.float32, scale: float = 3.0) -> Tensor:
-    return (scale * torch.randn(shape)).to(dtype).to(DEVICE)
-
-
 def forward(z: Tensor, b: Tensor | None, activation: Activation, **options: Any) -> Tensor:
     return backend.bias_act(z, b, activation, **{"dim": -1, "encode": False, "out": None, **options})
 
@@ -62,14 +57,6 @@ def gradient(
     dz, db = backend.gradient(dy, saved, activation, (), wanted, dim=-1 if dim is None else dim)
     assert dz is not None
     return dz, db
-
-
-def along(b: Tensor, dim: int, like: Tensor) -> Tensor:
-    return b.view([-1 if i == dim % like.dim() else 1 for i in range(like.dim())])
-
-
-def sum_along(tensor: Tensor, dim: int) -> Tensor:
-    return tensor.movedim(dim, 0).flatten(1).sum(1) if tensor.dim() > 1 else tensor
 
 
 def position(activation: Activation) -> float:
@@ -287,37 +274,6 @@ def test_inverses_of_special_numbers(name: str, dtype: torch.dtype) -> None:
 
 # --- layouts ----------------------------------------------------------------------------------------------------------
 
-Make = Callable[[Tensor], Tensor]
-
-#: A shape, the dimension of the bias, and what rearranges a contiguous tensor.
-LAYOUTS: dict[str, tuple[tuple[int, ...], int, Make]] = {
-    "matrix": ((37, 53), -1, lambda t: t),
-    "first dimension": ((37, 53), 0, lambda t: t),
-    "one row": ((1, 53), -1, lambda t: t),
-    "one column": ((37, 1), -1, lambda t: t),
-    "one element": ((1, 1), -1, lambda t: t),
-    "vector": ((53,), 0, lambda t: t),
-    "empty": ((0, 5), -1, lambda t: t),
-    "no channels": ((5, 0), -1, lambda t: t),
-    "many columns": ((3, 701), -1, lambda t: t),
-    "many rows": ((301, 3), -1, lambda t: t),
-    "channels first": ((2, 7, 5, 11), 1, lambda t: t),
-    "channels first, several column blocks": ((2, 3, 401), 1, lambda t: t),
-    "one channel": ((3, 1, 41), 1, lambda t: t),
-    "channels last": ((2, 7, 5, 11), 1, lambda t: t.contiguous(memory_format=torch.channels_last)),
-    "channels last, several rows in one": ((8, 24, 4, 3), 1, lambda t: t.contiguous(memory_format=torch.channels_last)),
-    "channels last, 3-d": ((2, 7, 3, 5, 3), 1, lambda t: t.contiguous(memory_format=torch.channels_last_3d)),
-    "transposed": ((53, 37), -1, lambda t: t.t().contiguous().t()),
-    "permuted": ((5, 11, 7), 0, lambda t: t.permute(1, 2, 0).contiguous().permute(2, 0, 1)),
-}
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def way(layout: str, split: str) -> tuple[bool, bool]:
-    """Two choices. A layout meets all four pairs of them, each with a split of its own, and so does a split."""
-    ways = list(itertools.product((False, True), repeat=2))
-    return ways[(list(LAYOUTS).index(layout) + list(SPLITS).index(split)) % len(ways)]
-
 
 GUARD = 4096  # elements before and after a tensor: what a kernel without its masks would hit
 SENTINEL = 77.0
@@ -332,14 +288,10 @@ def guarded(tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
     return copy, lambda: bool((memory[untouched] == SENTINEL).all())
 
 
-def integers(*shape: int) -> Tensor:
-    return torch.randint(-8, 9, shape).to(torch.float32).to(DEVICE)
-
-
-@every_layout
+@pytest.mark.parametrize("layout", TRITONS)
 def test_layouts(layout: str, split: str) -> None:
     # With relu and small integers everything is exact, sums included.
-    shape, dim, make = LAYOUTS[layout]
+    shape, dim, make = TRITONS[layout]
     relu = resolve("relu")
     z, b, dy = make(integers(*shape)), integers(shape[dim]), make(integers(*shape))
     y = torch.relu(z + along(b, dim, z))
@@ -387,7 +339,7 @@ def test_incoming_gradients_of_any_layout(dy: Callable[[], Tensor], given: Given
     ids=["gaps in rows", "gaps between rows", "slice", "transposed", "expanded"],
 )
 @pytest.mark.parametrize("given", ["output", "input"])
-def test_inputs_of_any_layout(view: Make, given: Given) -> None:
+def test_inputs_of_any_layout(view: Callable[[Tensor], Tensor], given: Given) -> None:
     relu = resolve("relu")
     whole = integers(18, 20)
     z = view(whole)

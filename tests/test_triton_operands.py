@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from conftest import SPLITS, Switch
 from gpu import DEVICE, DTYPES, INTERPRETED, INTERPRETER_WARNINGS
+from layouts import TRITONS, along, integers, normal, sum_along, way
 from literature import PUBLISHED, Published
 from reference import assert_as_good_as_torch, ulp
 from subjects import TrainedELU
@@ -27,8 +28,6 @@ from fusedlayers.calls.tracers import with_operands
 from fusedlayers.kernels import GradientRequest, reference
 
 pytest.importorskip("triton")
-from test_triton import LAYOUTS, integers, normal, sum_along, way  # after the line that skips without it
-
 from fusedlayers.kernels import triton as backend
 from fusedlayers.kernels.triton import codegen
 
@@ -40,7 +39,7 @@ TRAINED = tuple(published for published in PUBLISHED if published.trainable)
 LONGEST_LINE = 140
 
 #: A tensor of no channels is left to PyTorch, if its activation has a number for each.
-WITH_CHANNELS = [name for name in LAYOUTS if name != "no channels"]
+WITH_CHANNELS = [name for name in TRITONS if name != "no channels"]
 #: Interpreted, which takes a second, each layout meets one way to divide the work, in turn.
 every_layout = pytest.mark.parametrize(
     ("layout", "split"),
@@ -54,10 +53,6 @@ def activation_of(function: Function, operands: Sequence[Tensor], dim: int) -> A
     return Activation(
         "custom", function, operand_dims=tuple(dim if p.numel() > 1 else None for p in operands), is_traced=True
     )
-
-
-def along(p: Tensor, dim: int, like: Tensor) -> Tensor:
-    return p.view([-1 if i == dim % like.dim() else 1 for i in range(like.dim())]) if p.dim() else p
 
 
 def forward(z: Tensor, b: Tensor | None, activation: Activation, operands: Sequence[Tensor], dim: int) -> Tensor:
@@ -119,7 +114,7 @@ def test_gates(is_over: bool) -> None:
 
 @every_layout
 def test_layouts(layout: str, split: str) -> None:
-    shape, dim, make = LAYOUTS[layout]
+    shape, dim, make = TRITONS[layout]
     z, dy = make(integers(*shape)), make(integers(*shape))
     b, below, shift = (integers(shape[dim]) for _ in range(3))
     operands = [torch.tensor(3.0, device=DEVICE), torch.tensor(-2.0, device=DEVICE), below, shift]
@@ -148,7 +143,7 @@ def test_layouts(layout: str, split: str) -> None:
 @every_layout
 def test_what_lies_outside_does_not_count(layout: str, split: str) -> None:
     # At the 0 that masked elements, and masked channels, read as, every derivative here is infinite or NaN.
-    shape, dim, make = LAYOUTS[layout]
+    shape, dim, make = TRITONS[layout]
     z, dy = make(integers(*shape).abs() + 1), make(integers(*shape))
     operands = [torch.tensor(2.0, device=DEVICE), integers(shape[dim]).abs() + 1]
 
