@@ -11,8 +11,8 @@ from types import FunctionType
 
 import pytest
 import slow
+from settings import ROOT
 
-ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fusedlayers"
 
 #: From the ground up: a module imports those of earlier lines only. Entries that end in "." are packages, whose modules
@@ -271,6 +271,7 @@ def test_methods_of_public_classes_are_documented() -> None:
 
 def test_what_is_called_slow_exists() -> None:
     for module, names in slow.SLOW.items():
-        tree = ast.parse((ROOT / "tests" / f"{module}.py").read_text())
+        (path,) = (ROOT / "tests").rglob(f"{module}.py")
+        tree = ast.parse(path.read_text())
         functions = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
         assert names.keys() <= functions, module

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from settings import ROOT
 
 import fusedlayers as fl
 from fusedlayers.__main__ import main
@@ -39,7 +40,7 @@ def test_python_m_runs_the_same_command_and_imports_nothing_heavy() -> None:
 
 
 def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
-    project = tomllib.loads(Path(__file__).parent.with_name("pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert pkgutil.resolve_name(project["scripts"]["fusedlayers"]) is main
     assert any(need.startswith("matplotlib") for need in project["optional-dependencies"]["demo"])
 

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,7 +10,7 @@ import reference
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from settings import compiles
+from settings import ROOT, compiles
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -111,7 +110,7 @@ torch.testing.assert_close(
     torch.autograd.grad(y.sum(), x), torch.autograd.grad(model(x).sum(), x), rtol=1e-4, atol=1e-3
 )
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
 
 
 # --- torch.func and forward mode --------------------------------------------------------------------------------------

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import notebook
 import pytest
+from settings import ROOT
 
-ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from settings import ROOT
 
 from fusedlayers import _torch
 
@@ -113,8 +114,7 @@ def test_each_name_is_used_and_has_a_line_of_its_own() -> None:
 @pytest.mark.parametrize("kind", ["gone", "other"])
 def test_a_fault_of_any_name_raises_nowhere_and_changes_no_gradient(kind: str) -> None:
     """Each name in turn is not there, or takes other arguments: its mechanism is left to PyTorch, and says so."""
-    tests = Path(__file__).parent
-    command = [sys.executable, "-W", "error", str(tests / "faults.py"), kind]
+    command = [sys.executable, "-W", "error", str(ROOT / "tests" / "support" / "faults.py"), kind]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
     found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     *faults, last = found.stdout.splitlines() or [""]

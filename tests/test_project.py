@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import settings
 import torch
+from settings import ROOT
 
 import fusedlayers as fl
 from bench.__main__ import COMMANDS
 from fusedlayers import _torch
 
-ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT, MYPY = PYPROJECT["project"], PYPROJECT["tool"]["mypy"]
 RUN = ROOT / ".ci" / "run"
@@ -139,8 +139,15 @@ def returns_before_checks(path: Path) -> Iterator[str]:
 
 
 def test_no_test_returns_before_it_asserts() -> None:
-    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
     assert [name for path in paths for name in returns_before_checks(path)] == []
+
+
+def test_tests_lie_in_the_folders_of_what_they_test() -> None:
+    """What several use is in ``support``: no module of tests imports another."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert all((ROOT / "fusedlayers" / path.parent.relative_to(ROOT / "tests")).is_dir() for path in paths)
+    assert not any(re.search(r"^(from|import) test_", path.read_text(encoding="utf-8"), re.MULTILINE) for path in paths)
 
 
 # --- types ------------------------------------------------------------------------------------------------------------

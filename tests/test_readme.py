@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from settings import ROOT
 
 import fusedlayers as fl
 from fusedlayers.calls import sizes
 from fusedlayers.utils import step
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 ACCURACY = RESULTS / "amd-epyc-avx512-2-threads" / "accuracy.json"
 README = (ROOT / "README.md").read_text(encoding="utf-8")

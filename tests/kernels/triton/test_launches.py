@@ -5,17 +5,17 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from settings import ROOT
 
 pytest.importorskip("triton")
 import torch
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has a driver of its own")
 
-SCRIPT = Path(__file__).with_name("launches.py")
+SCRIPT = ROOT / "tests" / "support" / "launches.py"
 
 #: Name -> launches of forward and of backward, at most: Triton's kernels and torch's operators. 4096 rows of 256
 #: features in bfloat16, 3072 hidden. Eager PyTorch launches 6 for a dense layer, 10 for an MLP, 15 for a gated one.

@@ -1,10 +1,10 @@
 """What the compiler makes of the elementwise kernels, and what it should at least, for ``test_aot.py``.
 
-    python tests/aot.py sm_90 gelu tanh/float32 snake/bfloat16/row 'silu/bfloat16/none/int32/gate*'
+    python tests/support/aot.py sm_90 gelu tanh/float32 snake/bfloat16/row 'silu/bfloat16/none/int32/gate*'
 
 prints a JSON list with an object per kernel, by default of all that an activation has.
 
-    python tests/aot.py --serve
+    python tests/support/aot.py --serve
 
 does so for each line of input, a JSON list of such arguments, and answers with a line each: most of what a process with
 a case or two does is to start (5 s).
@@ -30,7 +30,7 @@ from fusedlayers.activations import Activation, activations, resolve
 from fusedlayers.calls.tracers import with_operands
 from fusedlayers.kernels.triton import tiles
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 from literature import PUBLISHED
 
 from bench import elementwise_recipe, machine_code

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from plans import plans_of
 from reference import relative
+from settings import ROOT
 from torch import Tensor
 
 import fusedlayers as fl
@@ -26,7 +27,6 @@ from fusedlayers.calls import plan
 from fusedlayers.kernels import cpu
 from fusedlayers.kernels.cpu import build, elementwise, loops
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-ins for compilers are shell scripts")
 
 

@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import torch
 # torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
 compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
+ROOT = Path(__file__).parents[2]
 #: Tests compute little, which PyTorch would compute: in them it computes only results of less than 1 KiB.
 SIZES = {
     "SMALL_BYTES": 1 << 10,
@@ -20,8 +22,10 @@ SIZES = {
 
 
 def seed(name: str) -> None:
-    """Make random numbers follow from ``name`` alone, whatever has drawn some before."""
-    number = zlib.crc32(name.encode())
+    """Make random numbers follow from a test's ``name`` and its module's alone: from no folder, and whatever has drawn
+    some before."""
+    folder, _, _ = name.partition("::")[0].rpartition("/")
+    number = zlib.crc32(f"tests/{name.removeprefix(folder + '/')}".encode())
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)

@@ -6,10 +6,10 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from settings import ROOT
 
 from fusedlayers.activations import activations, definitions
 
@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from aot import CUSTOM, FITTED  # after the line that skips without it
 from pairs import covering
 
-SCRIPT = Path(__file__).with_name("aot.py")
+SCRIPT = ROOT / "tests" / "support" / "aot.py"
 DTYPES = ("float32", "bfloat16")
 TARGETS = ("sm_80", "sm_90", "sm_100", "gfx942")
 #: Scalar registers beyond AMD's hundred move to lanes of vector registers: instructions, but no memory. A power and its
@@ -79,7 +79,7 @@ def _ends_the_server() -> Iterator[None]:
 def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
     """Python with these arguments and without the interpreter of kernels."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent.parent), environment.get("PYTHONPATH", "")])
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **pipes}
     return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **pipes)
 

@@ -7,11 +7,11 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from settings import ROOT
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -93,7 +93,7 @@ print(json.dumps([[n for n in names if n in {f"aten::{look}" for look in looks}]
 def test_a_training_step_looks_at_no_value_on_the_device() -> None:
     pytest.importorskip("triton")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(Path(__file__).parents[1])
+    environment["PYTHONPATH"] = str(ROOT)
     done = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     looks, launches = json.loads(done.stdout)

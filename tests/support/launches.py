@@ -1,7 +1,7 @@
 """What calls launch on a GPU, counted without one: Triton's kernels, torch's operators around them, and the bytes that
 a launch is given beside the arguments.
 
-    python tests/launches.py [NAME ...]
+    python tests/support/launches.py [NAME ...]
 
 prints a JSON object of forward and backward for each call of ``test_launches.py``. The process must be one in which
 Triton is not interpreted.
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[2]))
 
 import fusedlayers as fl
 from bench.gpu import fake as fake_gpu

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from layouts import LAYOUTS
 from reference import all_values
+from settings import ROOT
 from torch import Tensor
 
 import fusedlayers as fl
@@ -29,7 +30,6 @@ from fusedlayers.derivative import branch_bit
 from fusedlayers.kernels import GradientRequest, cpu, reference
 from fusedlayers.kernels.cpu import build, elementwise, loops
 
-ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif(build.shared_object() is None, reason=str(build.missing_because()))
 
 FOLDED = [row.bind() for row in definitions() if row.bind().is_folded]

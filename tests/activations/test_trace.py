@@ -3,16 +3,14 @@
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from settings import ROOT
 from torch import Tensor
 
 from fusedlayers.activations.tracing import NotPointwise, trace
-
-ROOT = Path(__file__).parents[1]
 
 Function = Callable[[Tensor], Tensor]
 
