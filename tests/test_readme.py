@@ -155,9 +155,9 @@ EXAMPLES = {
 #: What needs fewer steps, or smaller images, to show enough.
 SHORTER = {
     "deep_resnet": ["--depth", "50", "--images", "4", "--steps", "1"],
-    "finetune_bert": ["--steps", "100"],
+    "finetune_bert": ["--steps", "60"],
     "revnet": ["--epochs", "2"],
-    "train_digits": ["--epochs", "8"],
+    "train_digits": ["--epochs", "6"],
     "trainers": ["--epochs", "2"],
 }
 
