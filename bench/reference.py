@@ -11,7 +11,7 @@ from . import ROOT
 
 
 def _load(folder: str, file: str) -> ModuleType:
-    name = f"fusedlayers_{folder}_{file}"
+    name = f"fusedlayers_{folder}_{file}".replace("/", "_")
     spec = importlib.util.spec_from_file_location(name, ROOT / folder / f"{file}.py")
     assert spec is not None and spec.loader is not None
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -19,7 +19,7 @@ def _load(folder: str, file: str) -> ModuleType:
     return module
 
 
-_reference = _load("tests", "reference")
+_reference = _load("tests/support", "reference")
 bias_act, dense_bias_act = _reference.bias_act, _reference.dense_bias_act
 conv_bias_act = _reference.conv_bias_act
 mlp, gated_mlp = _reference.mlp, _reference.gated_mlp

@@ -297,7 +297,7 @@ def works_with_table(run: dict[str, Any]) -> str:
     models = dict.fromkeys(row["model"] for row in run["cases"])
     rows = []
     for setups in WORKS_WITH:
-        cells = ["; ".join(f"[{label}](tests/test_{test}.py)" for label, test in setups.values())]
+        cells = ["; ".join(f"[{label}](tests/recipes/test_{test}.py)" for label, test in setups.values())]
         for model in models:
             of_model = [found.get((setup, model), "not measured") for setup in setups]
             reasons_once = [cell for i, cell in enumerate(of_model) if cell[-1].isdigit() or cell not in of_model[:i]]

@@ -110,6 +110,14 @@ def nothing_outlives_a_test() -> Iterator[None]:
             names.update(before)  # type: ignore[arg-type]
 
 
+@pytest.fixture
+def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes are made for values of 64 bytes or more."""
+    from fusedlayers.recipes import region
+
+    monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+
+
 Switch = Callable[[bool], None]
 
 

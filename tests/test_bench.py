@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench import containers, grid, layers, machine, measure, models, overhead, peers, saved, shapes, zoo
+from bench import containers, grid, machine, measure, models, peers, saved, zoo
 from bench.__main__ import main as bench_main
 from bench.measure import Setting, Variant
 from bench.reference import resnet
@@ -24,25 +23,6 @@ QUICK = Setting(CPU)
 
 
 # --- measure ----------------------------------------------------------------------------------------------------------
-
-
-def test_variants_take_turns_and_the_order_rotates() -> None:
-    calls: list[str] = []
-
-    def slow(name: str) -> None:
-        calls.append(name)
-        time.sleep(1e-3)  # longer than a sample, so that each sample is one call
-
-    functions = {name: (lambda name=name: slow(name)) for name in "abc"}
-    times = measure.interleave(functions, CPU, seconds=0, min_rounds=4)
-    assert "".join(calls[-12:]) == "abcbcacababc"
-    assert {name: len(values) for name, values in times.items()} == {"a": 4, "b": 4, "c": 4}
-    assert all(value >= 1000 for values in times.values() for value in values)  # microseconds
-
-
-def test_fast_functions_are_timed_over_many_calls() -> None:
-    (values,) = measure.interleave({"nothing": lambda: None}, CPU, seconds=0.01, min_rounds=3).values()
-    assert 0 < min(values) < 50
 
 
 @pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
@@ -62,14 +42,6 @@ def test_compiled_variants_do_not_run_each_others_code() -> None:
                 run(x)
                 kept[part] = saved_bytes(run, x, exclude=x)
     assert kept[0.1] < kept[1.0]
-
-
-def test_a_drift_of_the_machine_leaves_the_ratio_alone() -> None:
-    drift = [1.0, 2.0, 4.0, 8.0, 16.0]
-    ratios = measure.ratios([3 * factor for factor in drift], [2 * factor for factor in drift])
-    assert measure.spread(ratios) == {"median": 1.5, "q1": 1.5, "q3": 1.5}
-    assert measure.spread([1.0, 2.0, 3.0, 4.0, 5.0]) == {"median": 3, "q1": 2, "q3": 4}
-    assert measure.spread([7.0]) == {"median": 7, "q1": 7, "q3": 7}
 
 
 def test_variants_that_fail_or_compute_something_else_are_rows() -> None:
@@ -103,29 +75,6 @@ def test_variants_that_fail_or_compute_something_else_are_rows() -> None:
     assert rows["same"]["saved_bytes"] == 64 * 4 <= rows["same"]["peak_bytes"]
     with pytest.raises(RuntimeError, match="out of luck"):  # without a baseline there is nothing to compare with
         measure.compare({"eager": makers["broken"]}, QUICK)
-
-
-def test_a_busy_machine_is_mentioned(capsys: pytest.CaptureFixture[str]) -> None:
-    description = {**machine.describe(CPU), "load_average": 2.5}
-    machine.warn_if_busy(description)
-    assert "warning: the load average is 2.5" in capsys.readouterr().out
-    machine.warn_if_busy({**description, "load_average": 0.1})
-    assert capsys.readouterr().out == ""
-
-
-@pytest.mark.parametrize(
-    ("name", "slug"),
-    [
-        ("NVIDIA H100 80GB HBM3", "nvidia-h100"),
-        ("NVIDIA A100-SXM4-80GB", "nvidia-a100"),
-        ("AMD EPYC", "amd-epyc-avx2-4-threads"),
-        ("Intel(R) Xeon(R) Platinum 8488C CPU @ 2.40GHz", "intel-xeon-platinum-8488c-avx2-4-threads"),
-    ],
-)
-def test_slugs_name_the_device(name: str, slug: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_instructions", lambda: "avx2")
-    monkeypatch.setattr(machine, "device_name", lambda device: name)
-    assert machine.slug(torch.device("cuda" if "NVIDIA" in name else "cpu"), 4) == slug
 
 
 # --- grid -------------------------------------------------------------------------------------------------------------
@@ -178,22 +127,6 @@ def test_what_was_written_survives_an_end_in_the_middle_of_writing(
     with pytest.raises(KeyboardInterrupt):
         grid.add(result, {"id": "b"}, tmp_path)
     assert json.loads((tmp_path / "letters.json").read_text())["not_run"] == ["b"]
-
-
-def test_a_run_says_where_and_of_what_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    seconds: list[float] = []
-    benchmark = letters(seconds)
-    result = grid.run(benchmark, benchmark.cases("cpu"), CPU, budget_seconds=30.0, out=tmp_path)
-    assert json.loads((tmp_path / "letters.json").read_text()) == result
-    assert [row["id"] for row in result["cases"]] == ["a", "b", "c"] and result["not_run"] == []
-    assert result["versions"]["pytest"] == pytest.__version__ and "no-such" not in result["versions"]
-    assert result["threads"] == torch.get_num_threads() and result["count"] == 3
-    assert result["device"]["name"] and result["device"]["slug"] and result["date"]
-    # Half of what is left for each case, and no more than a case may have.
-    assert seconds == [pytest.approx(5.0, abs=0.5), pytest.approx(7.5, abs=0.5), 9.0]
-    out = capsys.readouterr().out
-    assert "eager: none" in out and out.endswith("MISSED: 3 cases\n")
-    assert grid.run(benchmark, benchmark.cases("cpu"), CPU, budget_seconds=0.0)["not_run"] == ["a", "b", "c"]
 
 
 def test_a_part_replaces_no_committed_result(
@@ -255,18 +188,6 @@ def test_each_benchmark_measures_its_cases(name: str, tmp_path: Path, capsys: py
         check({row["id"]: row for row in result["cases"]})
 
 
-def _check_dense(rows: dict[str, Any]) -> None:
-    (row,) = rows.values()
-    assert (row["tokens"], row["in_features"], row["hidden_features"]) == (12, 768, 3072)
-    assert row["hidden_bytes"] == 12 * 3072 * 4
-    assert row["variants"]["fusedlayers"]["peak_bytes"] > row["hidden_bytes"]
-
-
-def _check_mlp(rows: dict[str, Any]) -> None:
-    (row,) = rows.values()
-    assert row["variants"].keys() == {"eager", "fusedlayers", "recompute", "matmuls"}
-
-
 def _check_containers(rows: dict[str, Any]) -> None:
     revnet, resnet152 = (row["variants"] for row in rows.values())
     assert revnet["invertible"]["saved_bytes"] < revnet["eager"]["saved_bytes"]
@@ -285,118 +206,7 @@ def _check_saved(rows: dict[str, Any]) -> None:
     assert ours["hooks"] < 0.4 * row["eager"]["hooks"]
 
 
-# --- layers -----------------------------------------------------------------------------------------------------------
-
-
-def work_of(case: shapes.Case, build: Any) -> layers.Work:
-    def randn(*sizes: int, scale: float = 1.0) -> torch.Tensor:
-        return (torch.randn(sizes) * scale).to(getattr(torch, case.dtype)).requires_grad_()
-
-    work: layers.Work = build(case.shape, case.format, "cpu", randn, True)
-    return work
-
-
-BUILT = [
-    *((case, layers.build_dense) for case in shapes.cases(shapes.LAYERS, "cpu") if case.shape.hidden_features < 8000),
-    *((case, layers.build_mlp) for case in shapes.cases(shapes.BLOCKS, "cpu") if case.shape.hidden_features < 8000),
-    *((case, layers.build_conv) for case in shapes.cases(shapes.CONVOLUTIONS, "cpu")),
-]
-
-
-@pytest.mark.parametrize(("case", "build"), BUILT, ids=[case.id for case, _ in BUILT])
-def test_layers_and_blocks_save_what_is_promised(case: shapes.Case, build: Any) -> None:
-    work = work_of(case, build)
-    kept = {}
-    for name in work.calls:
-        variant = work.variant(name)
-        assert variant.forward is not None
-        kept[name] = saved_bytes(variant.forward, exclude=variant.own) / work.hidden_bytes
-    is_gated = getattr(case.shape, "is_gated", False)
-    eager = 4 if is_gated else 1 if case.shape.activation in ("relu", "tanh") else 2
-    assert math.floor(kept["eager"]) == eager and kept["fusedlayers"] == 1 + is_gated
-    assert kept.get("recompute", 0) == 0
-
-
-def test_convolutions_are_measured_in_both_formats() -> None:
-    for case in shapes.cases(shapes.CONVOLUTIONS, "cpu")[:17]:
-        work = work_of(case, layers.build_conv)
-        x, (w, _), dy = work.layer.x, work.layer.parameters, work.layer.dy
-        last = torch.channels_last_3d if x.dim() == 5 else torch.channels_last
-        format = last if case.format == "channels_last" else torch.contiguous_format
-        assert x.is_contiguous(memory_format=format)
-        assert w.is_contiguous(memory_format=format)
-        assert {call(x, *work.layer.parameters).stride() for call, _ in work.calls.values()} == {dy.stride()}
-
-
-@pytest.mark.parametrize("kind", ["cpu", "cuda"])
-@pytest.mark.parametrize("of", [shapes.LAYERS, shapes.BLOCKS, shapes.CONVOLUTIONS])
-def test_the_main_dtype_and_format_come_first(of: Any, kind: str) -> None:
-    cases = shapes.cases(of, kind)
-    assert len({case.id for case in cases}) == len(cases)
-    assert len(cases) == len(shapes.DTYPES[kind]) * sum(len(shape.formats) for shape in of)
-    assert [case.shape for case in cases[: len(of)]] == list(of)
-    assert {case.dtype for case in cases[: len(of)]} == {shapes.DTYPES[kind][0]}
-    assert not any(shapes.is_minor(case.format, case.shape, kind) for case in cases[: len(of)])
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_the_yardstick_is_the_bare_matmuls(gated: bool) -> None:
-    case = next(c for c in shapes.cases(shapes.BLOCKS, "cpu") if c.shape.is_gated == gated and "ase" in c.shape.name)
-    work = work_of(case, layers.build_mlp)
-    x, parameters, dy = work.block.x, work.block.parameters, work.block.dy
-    matmuls, _ = work.calls["matmuls"]
-    with torch.profiler.profile(acc_events=True) as profile:  # without it torch 2.11 warns
-        torch.autograd.grad(matmuls(x, *parameters), [x, *parameters], dy, allow_unused=True)
-    called = [event.name for event in profile.events() if event.name in ("aten::mm", "aten::addmm", "aten::addmm_")]
-    assert len(called) == (9 if gated else 6)
-    # And they are those of the block: what it multiplies by, and what comes out.
-    w1, w2 = parameters[0], parameters[2]
-    torch.testing.assert_close(matmuls(x, *parameters), x @ w1.t() @ w2.t())
-    dx, dw1 = torch.autograd.grad(matmuls(x, *parameters), [x, w1], dy)
-    torch.testing.assert_close(dw1, (dy @ w2).t() @ x)
-    torch.testing.assert_close(dx, dy @ w2 @ w1 + (x @ parameters[1].t() @ parameters[1] if gated else 0.0))
-
-
-def test_what_layers_and_calls_miss_is_said() -> None:
-    def row(name: str, kept: int, q1: float) -> dict[str, Any]:
-        times = {"ratio": q1 + 0.01, "ratio_q1": q1}
-        ours = {"saved_bytes": kept, "forward": {"ratio": 1.0, "ratio_q1": 1.0}, "forward_backward": times}
-        return {"id": name, "variants": {"eager": {"saved_bytes": 100}, "fusedlayers": ours}}
-
-    broken = {"id": "d", "variants": {"eager": {}, "fusedlayers": {"error": "RuntimeError: no"}}}
-    result = {"quick": False, "cases": [row("a", 50, 1.0), row("b", 101, 0.9), row("c", 100, 1.01), broken]}
-    of_bytes, of_time, of_error = (
-        "b: 1.01x eager's saved bytes", "c, forward_backward: 1.020x eager's time", "d: RuntimeError: no",
-    )  # fmt: skip
-    assert list(layers.missed(result)) == [of_bytes, of_time, of_error]
-    assert list(layers.missed({**result, "quick": True})) == [of_bytes, of_error]
-
-    def call(group: str, ratio: float, over: float) -> dict[str, Any]:
-        ours = {"forward_backward": {"ratio": ratio, "over_eager_us": over}}
-        return {"id": group, "group": group, "variants": {"fusedlayers": ours}}
-
-    calls = [call("small", 1.1, 5.1), call("small", 1.11, 5.0), call("small", 1.11, 5.1), call("folded", 9.0, 900.0)]
-    assert list(overhead.missed({"cases": [*calls, broken]})) == [
-        "small: 1.11x eager, +5.1 us, target at most 1.10x or 5 us",
-        "d: RuntimeError: no",
-    ]
-
-
 # --- calls, models, peers ---------------------------------------------------------------------------------------------
-
-
-def test_overhead_compares_what_computes_the_same() -> None:
-    cases = [*overhead.cases()]
-    assert len({case.id for case in cases}) == len(cases)
-    assert {case.group for case in cases} == {*overhead.TARGETS, "folded"}
-    for case in {case.operation: case for case in cases}.values():
-        eager, ours, tensors = overhead.build(case, CPU)
-        counts = {"bias_act": 2, "module": 1, "mlp": 5, "gated_mlp": 7, "fuse": 5, "layer": 10}
-        assert len(tensors) == counts.get(case.operation, 3)
-        y = eager()
-        hidden = 4 if "mlp" in case.operation else 1  # the hidden layer is as many times wider
-        assert y.numel() * hidden == case.elements and y.dtype is torch.float32
-        torch.testing.assert_close(ours(), y, rtol=1e-4, atol=1e-5)
 
 
 def test_variants_of_a_model_share_their_parameters() -> None:
@@ -406,26 +216,14 @@ def test_variants_of_a_model_share_their_parameters() -> None:
     assert all(a is b for a, b in pairs) and own is not model
 
 
-def test_a_gpu_gets_larger_batches() -> None:
-    of_cpus, of_gpus = ({case.id: case for case in models.cases(kind)} for kind in ("cpu", "cuda"))
-    assert len(of_cpus) == 24 and of_cpus.keys() == of_gpus.keys()
-    assert all(case.input[0] == 32 * of_cpus[name].input[0] for name, case in of_gpus.items())
-    assert sum(case.is_compiled for case in of_cpus.values()) == 3
-    assert not any(case.is_compiled for case in of_gpus.values())
-
-
 def test_models_are_measured_in_both_dtypes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [models.Case("Small", zoo.convolutions, (4, 32, 24, 24), is_compiled=True)]
-    if importlib.util.find_spec("transformers") is not None:
-        sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-        cases.append(models.Case("Text", models.hf("Bert", **sizes, vocab_size=100), (2, 16)))
-    monkeypatch.setattr(models, "CASES", cases)
+    monkeypatch.setattr(models, "CASES", [models.Case("Small", zoo.convolutions, (4, 32, 24, 24))])
     assert bench_main(["models", "--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "models.json").read_text())["cases"]
     assert [row["id"] for row in rows] == [case.id for case in models.cases("cpu")]
     for row in rows:
         eager, ours = (row["variants"][name] for name in ("eager", "fusedlayers"))
-        assert ours["saved_bytes"] <= eager["saved_bytes"] * (1.0 if row["model"] == "Text" else 0.7)
+        assert ours["saved_bytes"] <= 0.7 * eager["saved_bytes"]
 
 
 def test_blocks_are_measured_by_others_and_who_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,12 +246,7 @@ def test_blocks_are_measured_by_others_and_who_is_missing_is_named(monkeypatch: 
                 assert "is not installed" in variants[name]["skipped"]
 
 
-# --- examples that are measured ---------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("depth", "count"), [(18, 11_689_512), (34, 21_797_672), (50, 25_557_032), (152, 60_192_808)])
+@pytest.mark.parametrize(("depth", "count"), [(50, 25_557_032), (152, 60_192_808)])
 def test_resnets_have_as_many_parameters_as_published_ones(depth: int, count: int) -> None:
     with torch.device("meta"):
-        network = nn.Sequential(*resnet(depth))
-        assert network(torch.empty(2, 3, 64, 64)).shape == (2, 1000)
-    assert sum(parameter.numel() for parameter in network.parameters()) == count
+        assert sum(parameter.numel() for parameter in nn.Sequential(*resnet(depth)).parameters()) == count

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from settings import ROOT
 
 import fusedlayers as fl
 from fusedlayers.__main__ import main
@@ -39,7 +40,7 @@ def test_python_m_runs_the_same_command_and_imports_nothing_heavy() -> None:
 
 
 def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
-    project = tomllib.loads(Path(__file__).parent.with_name("pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert pkgutil.resolve_name(project["scripts"]["fusedlayers"]) is main
     assert any(need.startswith("matplotlib") for need in project["optional-dependencies"]["demo"])
 
@@ -50,11 +51,8 @@ def test_the_console_script_is_main_and_the_extras_are_declared() -> None:
         (["paint"], ["paint", "demo"]),
         (["demo", "--device", "tpu"], ["tpu", "cuda"]),
         (["demo", "--steps", "0"], ["--steps", "whole number from 1", "'0'"]),
-        (["demo", "--batch", "many"], ["--batch", "'many'"]),
         (["demo", "--out", "nowhere/picture.png"], ["--out nowhere/picture.png", "a folder that exists"]),
-        (["demo", "--out", "picture.txt"], ["--out picture.txt", "ends in .png"]),
         (["demo", "--stps", "3"], ["unrecognized arguments: --stps 3"]),
-        (["--verson"], ["unrecognized arguments: --verson"]),
     ],
 )
 def test_wrong_usage_is_refused_with_a_reason(

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -11,12 +10,12 @@ import reference
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from settings import ROOT, compiles
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fusedlayers as fl
 from fusedlayers.activations import Activation, definitions, resolve
-from fusedlayers.calls import sizes
 from fusedlayers.derivative import branch_bit
 from fusedlayers.memory import saved_bytes
 
@@ -24,8 +23,6 @@ TABLE = [row.bind() for row in definitions()]
 
 every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
 
-# torch's compiler uses deprecated parts of torch itself, and instantiates autograd Functions that it traces.
-compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 #: What saving the output costs a folded derivative in float32.
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 5e-4}
@@ -113,7 +110,7 @@ torch.testing.assert_close(
     torch.autograd.grad(y.sum(), x), torch.autograd.grad(model(x).sum(), x), rtol=1e-4, atol=1e-3
 )
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT)
 
 
 # --- torch.func and forward mode --------------------------------------------------------------------------------------
@@ -280,13 +277,3 @@ def test_constants_made_inside_a_context_serve_outside(context: str) -> None:
 def test_a_users_function_compiles_as_it_runs() -> None:
     layer, x = fl.FusedDenseAct(8, 16, lambda z: 1.2 * z * torch.sigmoid(z), save="output"), torch.randn(16, 8)
     torch.testing.assert_close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
-
-
-def test_small_layers_are_left_to_torch_and_large_ones_are_not() -> None:
-    x, w = torch.randn(16, 8, requires_grad=True), torch.randn(16, 8, requires_grad=True)
-    assert sizes.SMALL_BYTES == 4 * 16 * 16  # as conftest.py has it
-    assert "BiasAct" in fl.dense_bias_act(x, w, None, "gelu").grad_fn.name()  # type: ignore[union-attr]
-    assert "Gelu" in fl.dense_bias_act(x[:15], w, None, "gelu").grad_fn.name()  # type: ignore[union-attr]
-    assert "BiasAct" in fl.dense_bias_act(x[:15], w, None, "gelu", save="output").grad_fn.name()  # type: ignore[union-attr]
-    assert "BiasAct" in fl.bias_act(torch.randn(256, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]
-    assert "Gelu" in fl.bias_act(torch.randn(255, requires_grad=True), None, "gelu").grad_fn.name()  # type: ignore[union-attr]

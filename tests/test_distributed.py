@@ -109,10 +109,6 @@ def ddp(model: Any, mesh: DeviceMesh) -> nn.Module:
     return DDP(model)
 
 
-def ddp_copied(model: Any, mesh: DeviceMesh) -> nn.Module:
-    return copy.deepcopy(DDP(model))
-
-
 def ddp_of_static_graph(model: Any, mesh: DeviceMesh) -> nn.Module:
     return DDP(model, gradient_as_bucket_view=True, static_graph=True)
 
@@ -121,12 +117,6 @@ def sharded(model: Any, mesh: DeviceMesh, **options: Any) -> nn.Module:
     for part in model:
         fully_shard(part, mesh=mesh["data"], **options)
     return fully_shard(model, mesh=mesh["data"], **options)
-
-
-def sharded_by_layer(model: Any, mesh: DeviceMesh) -> nn.Module:
-    for layer in [module for module in model.modules() if isinstance(module, fl.LINEAR_TYPES)]:
-        fully_shard(layer, mesh=mesh["data"])
-    return fully_shard(model, mesh=mesh["data"])
 
 
 def sharded_in_bfloat16(model: Any, mesh: DeviceMesh) -> nn.Module:
@@ -161,12 +151,10 @@ def checkpointed(wrap: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
 
 ENGINES = {
     "ddp": Engine(ddp),
-    "ddp, deepcopied": Engine(ddp_copied),
     "ddp, static graph": Engine(ddp_of_static_graph),
     "ddp, autocast": Engine(ddp, autocast=True),
     "ddp, checkpointed": Engine(checkpointed(ddp), spares=False),
     "fsdp": Engine(sharded),
-    "fsdp, by layer": Engine(sharded_by_layer),
     "fsdp, bfloat16": Engine(sharded_in_bfloat16),
     "fsdp, checkpointed": Engine(checkpointed(sharded), spares=False),
     "tensor parallel": Engine(by_tensor, tensor="all"),

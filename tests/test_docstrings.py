@@ -2,11 +2,11 @@
 
 import doctest
 import importlib
-from pathlib import Path
 
 import pytest
+from settings import ROOT
 
-PACKAGE = Path(__file__).parents[1] / "fusedlayers"
+PACKAGE = ROOT / "fusedlayers"
 MODULES = [
     ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     for path in sorted(PACKAGE.rglob("*.py"))

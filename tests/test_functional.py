@@ -18,12 +18,10 @@ from fusedlayers.calls import sizes
 from fusedlayers.derivative import branch_bit
 
 TABLE = [row.bind() for row in definitions()]
-FOLDED = [a for a in TABLE if a.is_folded]
 SAVES = ("output", "input", "recompute")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
-every_folded = pytest.mark.parametrize("activation", FOLDED, ids=str)
 every_save = pytest.mark.parametrize("save", SAVES)
 every_float = pytest.mark.parametrize("dtype", FLOATS, ids=str)
 
@@ -59,17 +57,12 @@ def test_bias_act_matches_float64(activation: Activation, save: str, dtype: torc
     ("name", "parameters"),
     [
         ("leaky_relu", {"negative_slope": -0.5}),
-        ("leaky_relu", {"negative_slope": 0.0}),
         ("elu", {"alpha": -1.5}),
-        ("elu", {"alpha": 0.0}),
-        ("elu", {"alpha": 3.0}),
         ("celu", {"alpha": -5.0}),
-        ("celu", {"alpha": 2.0}),
         ("trelu", {"threshold": -1.0, "value": 2.0}),
         ("trelu", {"threshold": 0.5, "value": -2.0}),
         ("softplus", {"beta": -1.0, "threshold": 20.0}),
         ("softplus", {"beta": 3.0, "threshold": 1.0}),
-        ("softplus", {"beta": 0.5, "threshold": 18.0}),
         ("hardtanh", {"min_val": -0.2, "max_val": 3.0}),
         ("softshrink", {"lambd": 0.0}),
     ],
@@ -147,35 +140,6 @@ def test_first_and_second_derivatives(activation: Activation, save: str, dense: 
     reference.check_orders(*calls, arguments, reference.added(activation, save))
 
 
-@every_folded
-@every_float
-def test_higher_derivatives_through_the_saved_output(activation: Activation, dtype: torch.dtype) -> None:
-    # Nothing but y is there to differentiate.
-    z = torch.randn(100_000).to(dtype)
-    z = z[(z.double() + 3).abs() > 0.05] if activation.name == "hardswish" else z
-    ours = _derivatives(lambda z: fl.bias_act(z, None, activation, save="output"), z)
-    truth = _derivatives(activation.function, z.double())
-    assert len(ours) == len(truth)
-    rms, largest = HIGHER_ORDER[dtype]
-    for found, exact in zip(ours[1:], truth[1:], strict=True):
-        error = found.double() - exact
-        assert float(error.square().mean().sqrt()) <= rms and float(error.abs().max()) <= largest
-
-
-def _derivatives(function: Callable[[Tensor], Tensor], z: Tensor) -> list[Tensor]:
-    """The first three, or as many as there are."""
-    y, found = function(z.requires_grad_()), []
-    while y.requires_grad and len(found) < 3:
-        (y,) = torch.autograd.grad(y.sum(), z, create_graph=True)
-        found.append(y.detach())
-    return found
-
-
-#: rms and largest error of the second and third derivatives: what the rounding of y makes of the input. Half as much
-#: again as was found over six samples; most of it lies at the minimum.
-HIGHER_ORDER = {torch.float32: (4.2e-6, 4.2e-4), torch.float16: (2.1e-3, 2.7e-2), torch.bfloat16: (9.3e-3, 6.6e-2)}
-
-
 # --- shapes and memory formats ----------------------------------------------------------------------------------------
 
 
@@ -215,19 +179,6 @@ def test_bias_act_shapes(shape: tuple[int, ...], save: str, name: str, dtype: to
         y = fl.bias_act(z, bias, name, save=save)
         torch.testing.assert_close(y, eager)
         torch.testing.assert_close(gradients(y, dy, z), expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2, 3, -1, -2, -3, -4])
-@pytest.mark.parametrize("save", SAVES)
-def test_the_bias_runs_along_any_dimension(dim: int, save: str) -> None:
-    z, b = leaves((3, 4, 5, 6), ((3, 4, 5, 6)[dim],))
-    compare(
-        lambda z, b, act: fl.bias_act(z, b, act, dim=dim, save=save),
-        lambda z, b, f: reference.bias_act(z, b, f, dim=dim),
-        resolve("gelu"),
-        z,
-        b,
-    )
 
 
 @pytest.mark.parametrize("name", ["gelu", "silu", "hardswish", "tanh", "softplus", "squared_relu"])

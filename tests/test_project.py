@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 import settings
 import torch
+from settings import ROOT
 
 import fusedlayers as fl
 from bench.__main__ import COMMANDS
 from fusedlayers import _torch
 
-ROOT = Path(__file__).parents[1]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT, MYPY = PYPROJECT["project"], PYPROJECT["tool"]["mypy"]
 RUN = ROOT / ".ci" / "run"
@@ -90,18 +90,6 @@ def test_versions_are_those_of_the_metadata() -> None:
     assert {row["python"] for row in rows_of(jobs["package"])} == {pythons[0], pythons[-1]}
 
 
-def test_a_release_is_built_as_it_is_tested_and_one_job_may_publish_it() -> None:
-    workflow = loaded(".github", "workflows", "publish.yml")
-    assert workflow[True] == {"release": {"types": ["published"]}}  # YAML reads "on" as true
-    build, publish = workflow["jobs"]["build"], workflow["jobs"]["publish"]
-    commands = [step["run"] for step in build["steps"] if "run" in step]
-    assert commands[0] == ".ci/run package" and 'fusedlayers-${GITHUB_REF_NAME#v}.tar.gz"' in commands[1]
-    package = RUN.read_text(encoding="utf-8")
-    assert "python -m build\n" in package and "twine check --strict dist/*\n" in package
-    assert publish["needs"] == "build" and publish["permissions"] == {"id-token": "write"}
-    assert workflow["permissions"] == {"contents": "read"} and "permissions" not in build
-
-
 def test_ci_run_says_which_parts_there_are() -> None:
     assert os.access(RUN, os.X_OK)
     done = subprocess.run([RUN, "lint", "docs"], capture_output=True, text=True, timeout=60, check=False)
@@ -151,8 +139,15 @@ def returns_before_checks(path: Path) -> Iterator[str]:
 
 
 def test_no_test_returns_before_it_asserts() -> None:
-    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
     assert [name for path in paths for name in returns_before_checks(path)] == []
+
+
+def test_tests_lie_in_the_folders_of_what_they_test() -> None:
+    """What several use is in ``support``: no module of tests imports another."""
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert all((ROOT / "fusedlayers" / path.parent.relative_to(ROOT / "tests")).is_dir() for path in paths)
+    assert not any(re.search(r"^(from|import) test_", path.read_text(encoding="utf-8"), re.MULTILINE) for path in paths)
 
 
 # --- types ------------------------------------------------------------------------------------------------------------

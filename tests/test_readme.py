@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from settings import ROOT
 
 import fusedlayers as fl
 from fusedlayers.calls import sizes
 from fusedlayers.utils import step
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "bench" / "results"
 ACCURACY = RESULTS / "amd-epyc-avx512-2-threads" / "accuracy.json"
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -155,9 +155,9 @@ EXAMPLES = {
 #: What needs fewer steps, or smaller images, to show enough.
 SHORTER = {
     "deep_resnet": ["--depth", "50", "--images", "4", "--steps", "1"],
-    "finetune_bert": ["--steps", "100"],
+    "finetune_bert": ["--steps", "60"],
     "revnet": ["--epochs", "2"],
-    "train_digits": ["--epochs", "8"],
+    "train_digits": ["--epochs", "6"],
     "trainers": ["--epochs", "2"],
 }
 

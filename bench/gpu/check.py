@@ -60,8 +60,9 @@ HALVES = {
 
 def kernel_tests() -> list[str]:
     """The files of tests that launch kernels on a GPU."""
-    names = sorted(path.name for path in (ROOT / "tests").glob("test_*triton*.py"))
-    return [f"tests/{name}" for name in (*names, "test_codegen.py", "test_capture.py")]
+    folder = "tests/kernels/triton"
+    names = sorted(path.name for path in (ROOT / folder).glob("test_triton*.py"))
+    return [*(f"{folder}/{name}" for name in (*names, "test_codegen.py")), "tests/activations/test_capture.py"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
