@@ -13,7 +13,6 @@ from reference import derivative
 from torch import Tensor, nn
 
 import fusedlayers as fl
-from examples.custom_activation import ACTIVATIONS as MODULES
 from fusedlayers.activations import resolve
 from fusedlayers.reports.explanation import COUNT, DTYPES, ModelExplanation
 
@@ -212,7 +211,6 @@ def test_infinite_derivatives_do_not_count() -> None:
 
 
 def test_the_report_is_a_table() -> None:
-    pytest.importorskip("matplotlib")
     report: Any = fl.explain(lambda z: torch.tanh(z) + 5)
     lines = str(report).splitlines()
     header, *rows = lines[3:7]
@@ -223,50 +221,4 @@ def test_the_report_is_a_table() -> None:
         assert all(row[start - 1] == " " != row[start] for start in starts)
     assert "the output" in rows[0] and "the input" in rows[2]
     # What differs in one dtype is said once.
-    title = report.figure().get_suptitle()
-    assert title.startswith("<lambda> saves the output, in bfloat16 saves the input\nthe output determines")
     assert sum("too coarsely" in line for line in lines) == 1 and lines[-1].startswith("  bfloat16: ")
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("activation", "panel"),
-    [
-        ("gelu", "f' over the output: the last bit is the branch"),
-        ("tanh", "f' over the output: one value for each"),
-        (nn.PReLU(48), "f' over the output (not saved)"),
-        (MODULES["snake"](7), "f' over the output (not saved)"),
-        (fl.FusedDenseAct(4, 8, "gelu", save="input"), "f' over the output (not saved)"),
-        (fl.FusedGatedMLP(4, 8), "f' over the output (not saved)"),
-    ],
-    ids=["gelu", "tanh", "prelu", "snake", "gelu, save=input", "gated"],
-)
-def test_a_picture_is_of_what_the_layer_does(activation: object, panel: str) -> None:
-    pytest.importorskip("matplotlib")
-    report = fl.explain(activation)
-    function, output = report.figure().axes
-    assert output.get_title(loc="left") == panel
-    if "(not saved)" in panel:  # as exact as PyTorch's; from the outputs of gelu and silu it errs by 1e-5
-        assert report.accuracy["float32"].largest < 1e-6
-    # It draws f and f' of an activation: on each branch of a fold.
-    samples = report.samples
-    assert len(function.lines) == (4 if activation == "gelu" else 2)
-    drawn = torch.cat([torch.as_tensor(line.get_ydata()) for line in function.lines[::2]])
-    assert torch.equal(drawn, samples.y) and bool((samples.z.diff() >= 0).all())
-
-
-def test_the_branches_of_a_fold_have_the_bits_that_the_legend_says() -> None:
-    pytest.importorskip("matplotlib")
-    axes = fl.explain("gelu").figure().axes[0]
-    for line, bit in ((axes.lines[0], 1), (axes.lines[2], 0)):
-        z = torch.as_tensor(line.get_xdata()).float()
-        y = fl.bias_act(z.repeat(8).requires_grad_(), None, "gelu").detach()
-        assert line.get_label() == f"f, last bit {bit}"
-        assert set((y.view(torch.int32) & 1)[y < -1e-3].tolist()) == {bit}
-
-
-def test_what_has_no_picture_says_why() -> None:
-    with pytest.raises(ValueError, match="Softmax is left to PyTorch, so that there is nothing to draw"):
-        fl.explain(nn.Softmax(-1)).figure()

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import fusedlayers as fl
-from fusedlayers.utils.report import DPI, WIDTH, DrawnReport, Report
+from fusedlayers.reports.memory_report import MemoryReport
+from fusedlayers.utils.report import Report
 
 
 def model() -> nn.Module:
@@ -40,23 +41,21 @@ def test_notebooks_show_tables_and_pictures() -> None:
         shown = report._repr_html_()
         table, image = re.fullmatch(r"<pre>(.*?)</pre>(<img .*>)?", shown, re.DOTALL).groups()  # type: ignore[union-attr]
         assert table.splitlines()[0] == str(report).splitlines()[0]
-        assert (image is not None) == isinstance(report, DrawnReport), type(report)
+        assert (image is not None) == isinstance(report, MemoryReport), type(report)
         if image is not None:
             assert base64.b64decode(re.search(r"base64,([^\"]*)", image)[1]).startswith(b"\x89PNG")  # type: ignore[index]
 
 
 def test_what_has_no_picture_is_shown_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for report in (
-        fl.explain(lambda z: z.no_such_method()),
-        fl.memory_report(lambda x: x.sum(), torch.ones(3, requires_grad=True)),
-    ):
-        assert isinstance(report, DrawnReport) and "<img" not in report._repr_html_()
-        assert "&lt;lambda&gt;" in report._repr_html_()
-    relu: Any = fl.explain("relu")
+    nothing = fl.memory_report(lambda x: x.sum(), torch.ones(3, requires_grad=True))
+    assert "<img" not in nothing._repr_html_() and "&lt;lambda&gt;" in nothing._repr_html_()
+    report = fl.memory_report(model(), torch.randn(64, 32))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "<img" not in relu._repr_html_()
-    with pytest.raises(ImportError, match=r"explain: a plot needs matplotlib, .* pip install 'fusedlayers\[demo\]'"):
-        relu.plot(tmp_path / "picture.png")
+    assert "<img" not in report._repr_html_()
+    with pytest.raises(
+        ImportError, match=r"memory_report: a plot needs matplotlib, .* pip install 'fusedlayers\[demo\]'"
+    ):
+        report.plot(tmp_path / "picture.png")
 
 
 def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,17 +64,12 @@ def test_drawing_leaves_matplotlibs_state_alone(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)
     before = dict(dict.items(matplotlib.rcParams))
-    fl.explain("gelu").plot(tmp_path / "picture.png")  # type: ignore[union-attr]
+    fl.memory_report(model(), torch.randn(64, 32)).plot(tmp_path / "picture.png")
     assert "matplotlib.pyplot" not in sys.modules
     assert dict(dict.items(matplotlib.rcParams)) == before  # a look-up of the backend would import pyplot
-    from matplotlib.image import imread
-
-    assert imread(tmp_path / "picture.png").shape[1] == WIDTH * DPI
 
 
-@pytest.mark.parametrize("activation", ["gelu", "tanh", torch.cos, torch.abs, nn.PReLU(), None])
-def test_no_text_lies_on_another_or_outside(activation: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an activation, or (None) of a model."""
+def test_no_text_lies_on_another_or_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     text_class = pytest.importorskip("matplotlib.text").Text
     drawn: dict[int, tuple[str, Any]] = {}
     draw = text_class.draw
@@ -87,8 +81,7 @@ def test_no_text_lies_on_another_or_outside(activation: object, monkeypatch: pyt
 
     monkeypatch.setattr(text_class, "draw", recording)
     block = nn.TransformerEncoderLayer(32, 4, 128, batch_first=True)
-    report: Any = fl.memory_report(block, torch.randn(4, 64, 32)) if activation is None else fl.explain(activation)
-    figure = report.figure()
+    figure = fl.memory_report(block, torch.randn(4, 64, 32)).figure()
     drawn.clear()
     figure.savefig(io.BytesIO())
     assert len(drawn) > 3
