@@ -40,7 +40,7 @@ def corpus() -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def outcomes(corpus: torch.Tensor) -> Outcomes:
-    return compare(TINY, corpus)
+    return compare(TINY, corpus, print)
 
 
 # --- corpus -----------------------------------------------------------------------------------------------------------
@@ -83,7 +83,7 @@ def test_fused_saves_one_hidden_buffer_less_in_each_layer(outcomes: Outcomes) ->
 
 def test_fused_needs_less_at_its_peak(corpus: torch.Tensor) -> None:
     # More layers than elsewhere: with two, the temporaries of one layer's backward weigh as much as the buffers spared.
-    both = compare(replace(TINY, layers=8, steps=1), corpus)
+    both = compare(replace(TINY, layers=8, steps=1), corpus, print)
     assert both["fused"].peak_bytes < 0.9 * both["eager"].peak_bytes
 
 

@@ -1,14 +1,13 @@
 """`fusedlayers demo`: its options, and the table that it prints."""
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from ..utils import progress
 from ..utils.formatting import counted_lines
-from .training import Outcome, Settings, compare, seconds_spent, standard_library_bytes
+from .training import Outcome, Settings, compare, standard_library_bytes
 
 #: By device, sizes in which the hidden activations matter. Without a number of steps training ends after 40 seconds: on
 #: a busy machine too, the result is there within a minute.
@@ -23,11 +22,6 @@ saved: kept by the forward pass for the backward pass, parameters left out
 peak: most allocated at once in both passes
 time: medians, of steps that take turns and of their ratios; they say little where other processes compute"""
 Outcomes = dict[str, Outcome]
-QUANTITIES: dict[str, Callable[[Outcome], float]] = {
-    "saved MiB": lambda outcome: outcome.saved_bytes / MIB,
-    "peak MiB": lambda outcome: outcome.peak_bytes / MIB,
-    "ms / step": lambda outcome: outcome.step_ms,
-}
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -57,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         corpus = standard_library_bytes()
         print(describe(settings), flush=True)
-        outcomes = compare(settings, corpus, losses_to(progress.shown(), settings))
+        outcomes = compare(settings, corpus, progress.shown())
         print(*table(outcomes), LEGEND, sep="\n")
     except torch.OutOfMemoryError:
         arguments.error(f"ran out of memory on {settings.device}; try a smaller --batch than {settings.batch}")
@@ -84,24 +78,13 @@ def describe(settings: Settings) -> str:
     )
 
 
-def losses_to(on_stage: progress.OnStage, settings: Settings) -> Callable[[Outcomes], None]:
-    """An `on_step` for `compare`, which says the losses and how far it has come."""
-
-    def on_step(outcomes: Outcomes) -> None:
-        done = len(outcomes["fused"].losses)
-        fused, eager = (outcomes[name].losses[-1] for name in ("fused", "eager"))
-        part = max(done / settings.steps, min(1.0, seconds_spent(outcomes) / settings.seconds))
-        on_stage(f"step {done}: loss {fused:.3f} (eager {eager:.3f})", part)
-
-    return on_step
-
-
 def table(outcomes: Outcomes) -> list[str]:
     """Lay out the figures: a line for each variant, and the ratio of the two."""
-    rows = [(*QUANTITIES, "first loss", "last loss", "")]
+    rows: list[tuple[str, ...]] = [("saved MiB", "peak MiB", "ms / step", "first loss", "last loss", "")]
     for name, outcome in outcomes.items():
-        numbers = [f"{quantity(outcome):.2f}" for quantity in QUANTITIES.values()]
-        rows.append((*numbers, f"{outcome.losses[0]:.4f}", f"{outcome.losses[-1]:.4f}", name))
+        numbers = outcome.saved_bytes / MIB, outcome.peak_bytes / MIB, outcome.step_ms
+        losses = outcome.losses[0], outcome.losses[-1]
+        rows.append((*(f"{number:.2f}" for number in numbers), *(f"{loss:.4f}" for loss in losses), name))
     eager, fused = outcomes["eager"], outcomes["fused"]
     ratios = fused.saved_bytes / eager.saved_bytes, fused.peak_bytes / eager.peak_bytes, fused.step_ratio(eager)
     rows.append((*(f"{ratio:.2f}" for ratio in ratios), "", "", "fused / eager"))

@@ -9,7 +9,7 @@ import copy
 import math
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from ..memory import peak_bytes, saved_bytes
 from ..recipes.fuse import fuse
+from ..utils.progress import OnStage
 
 BYTES = 256
 HEADS = 4
@@ -112,11 +113,6 @@ class Outcome:
         return median(own / others for own, others in zip(self.times_ms, other.times_ms, strict=True))
 
 
-def seconds_spent(outcomes: dict[str, Outcome]) -> float:
-    """The time that all steps have taken."""
-    return sum(sum(outcome.times_ms) for outcome in outcomes.values()) / 1e3
-
-
 class Trainer:
     """One model and its optimizer."""
 
@@ -161,10 +157,8 @@ def trainers(settings: Settings) -> dict[str, Trainer]:
     return made
 
 
-def compare(
-    settings: Settings, corpus: Tensor, on_step: Callable[[dict[str, Outcome]], None] = lambda outcomes: None
-) -> dict[str, Outcome]:
-    """Measure and train both models; `on_step` sees the outcomes so far after every step."""
+def compare(settings: Settings, corpus: Tensor, on_stage: OnStage) -> dict[str, Outcome]:
+    """Measure and train both models; `on_stage` is told the losses, and how far it has come, after every step."""
     competitors = trainers(settings)
     outcomes: dict[str, Outcome] = {}
     stream = batches(corpus, settings.batch, settings.context)
@@ -178,7 +172,9 @@ def compare(
             loss = competitors[name].step(*batch)
             outcomes[name].times_ms.append(1e3 * (time.perf_counter() - start))
             outcomes[name].losses.append(loss)
-        on_step(outcomes)
-        if seconds_spent(outcomes) >= settings.seconds:
+        spent = sum(sum(outcome.times_ms) for outcome in outcomes.values()) / 1e3 / settings.seconds
+        losses = ", ".join(f"{name} {outcome.losses[-1]:.3f}" for name, outcome in outcomes.items())
+        on_stage(f"step {step + 1}: loss {losses}", min(1.0, max((step + 1) / settings.steps, spent)))
+        if spent >= 1:
             break
     return outcomes
