@@ -75,7 +75,6 @@ class _Kernel(ctypes.Structure):
         ("mark", _Mark),
         ("table", _Table),
         ("slope", _FoldTable),
-        ("inverse", _FoldTable),
         *((name, c_void_p) for name in ("values", "outputs", "slopes")),
         ("normal", _Normal),
     )
@@ -99,7 +98,6 @@ class Kernel:
         fold: Fold | None = None,
         table: MonotoneTable | None = None,
         slope: FoldTable | None = None,
-        inverse: FoldTable | None = None,
         values: Tensor | None = None,
         outputs: Tensor | None = None,
         slopes: Tensor | None = None,
@@ -116,7 +114,7 @@ class Kernel:
         if fold is not None:
             mark = _Mark(True, fold.position)
         below = normal() if function is not None and name == "gelu" else None
-        self._kept = table, slope, inverse, values, outputs, slopes, below  # whose addresses follow
+        self._kept = table, slope, values, outputs, slopes, below  # whose addresses follow
         addresses = (None if t is None else t.data_ptr() for t in (values, outputs, slopes))
         self._kernel = _Kernel(
             DTYPES[dtype],
@@ -125,7 +123,7 @@ class Kernel:
             is_from_output,
             mark,
             _Table() if table is None else _Table(*table.numbers, table.cubics.data_ptr()),
-            *(_FoldTable() if t is None else _FoldTable(*t.numbers, t.cubics.data_ptr()) for t in (slope, inverse)),
+            _FoldTable() if slope is None else _FoldTable(*slope.numbers, slope.cubics.data_ptr()),
             *addresses,
             _Normal() if below is None else _Normal(*below[:3], below.cubics.data_ptr()),
         )
@@ -163,12 +161,6 @@ def encode(kernel: Kernel, z: Tensor, y: Tensor, out: Tensor) -> Tensor:
     """Float32 outputs y of z with their branch bit, in ``out``, which may be either."""
     call("encode_outputs", kernel, out, None, z.data_ptr(), y.data_ptr(), out.data_ptr())
     return out
-
-
-def invert(kernel: Kernel, y: Tensor, z: Tensor) -> Tensor:
-    """The input of float32 outputs y, in z, which may be y."""
-    call("invert_outputs", kernel, z, None, y.data_ptr(), z.data_ptr())
-    return z
 
 
 def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor | None, along: Layout | None) -> Tensor:
@@ -281,7 +273,7 @@ def functions() -> dict[str, Any]:
     """The functions of ``loops.c``, by name."""
     library = build.shared_object()
     assert library is not None
-    pointers = {"forward": 6, "encode_outputs": 5, "invert_outputs": 4, "gradient": 6, "gate": 6, "gate_gradient": 8}
+    pointers = {"forward": 6, "encode_outputs": 5, "gradient": 6, "gate": 6, "gate_gradient": 8}
     found = {}
     for name, count in pointers.items():
         function = getattr(library, name)
