@@ -264,13 +264,11 @@ def _template(operation: TracedOperation) -> str:
         template = _POWERS.get(operation.arguments[1], template)
     if dtype is torch.bool:
         return {"add": "{0} | {1}", "mul": "{0} & {1}"}.get(op, template)
-    if not dtype.is_floating_point and op not in _OF_INTEGERS:
-        template = ""
-    elif not dtype.is_floating_point and op == "neg":
-        template = "-{0}"
-    if not template:
+    if dtype.is_floating_point:
+        return template
+    if op not in _OF_INTEGERS:
         raise NotPointwise(f"{op} in {dtype} has no Triton counterpart here")
-    return template
+    return "-{0}" if op == "neg" else template
 
 
 def _literal(argument: object) -> str:
