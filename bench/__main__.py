@@ -9,14 +9,14 @@ from functools import partial
 #: Command -> its module, and what it measures.
 COMMANDS = {
     "dense": ("layers", "dense layers with an activation, eager and by this library: time, saved and peak bytes"),
-    "mlp": ("layers", "the same of MLP blocks, with and without a gate, beside the bare matmuls"),
-    "conv": ("layers", "the same of convolutions, in both memory formats"),
+    "mlp": ("layers", "the same of MLP blocks, with and without a gate"),
+    "conv": ("layers", "the same of convolutions"),
     "models": ("models", "whole models, eager and after fuse: bytes, time"),
-    "saved": ("saved", "whole models before and after fuse: bytes by three counts, peaks"),
+    "saved": ("saved", "whole models before and after fuse: bytes by three counts"),
     "setups": ("setups", "small models as people train them, before and after fuse: bytes, peaks, time"),
     "fit": ("fit", "whole models within budgets: fit, and checkpoints of blocks"),
     "fit-compiled": ("fit", "the same with torch.compile's budget and fit_compiled; minutes a case on a CPU"),
-    "peers": ("peers", "three blocks, by others who save memory and by this library"),
+    "peers": ("peers", "two blocks, by others who save memory and by this library"),
     "containers": ("containers", "ResNet-152 and reversible networks that run partly twice: memory against speed"),
     "overhead": ("overhead", "what small calls cost beyond eager's, on one thread"),
     "accuracy": ("accuracy", "errors of output and derivative against float64, beside eager's"),

@@ -1,17 +1,39 @@
-"""Recipes of the elementwise kernels: as they are launched for large tensors whose sizes are divisible by 16."""
+"""What Triton is given to compile the elementwise kernels ahead of time, for GPUs that need not be there: as they are
+launched for large tensors whose sizes are divisible by 16."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from fusedlayers.activations import Activation
 from fusedlayers.kernels.triton import elementwise, gates, tiles
 from fusedlayers.kernels.triton.codegen import Role, device_function
 from fusedlayers.kernels.triton.tiles import Matrix
 
-from .recipe import POINTERS, TARGETS, Recipe
-
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    # Like one of those: Turing (without bfloat16's instructions), Ampere and Blackwell for consumers, Blackwell Ultra,
+    # and AMD's CDNA 2 and 4 and RDNA 3.
+    "sm_75": GPUTarget("cuda", 75, 32),
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+}
+#: As a signature names pointers.
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
 #: A tensor for each direction that a bias can have.
 MATRICES = {
     "none": Matrix(1, 1 << 24, 1, "none"),
@@ -23,7 +45,6 @@ KERNELS = {
     "forward": ("output", 1),
     "derivative_given_output": ("output", 2),
     "derivative_given_input": ("input", 2),
-    "inverse": ("output", 1),
     "gate": ("input", 2),
     "gate_gradient": ("input", 3),
 }
@@ -36,48 +57,63 @@ def kernels_of(activation: Activation, dtype: torch.dtype) -> tuple[str, ...]:
         return ()
     refused = ["derivative_given_output"] if activation.output_refusal(dtype) is not None else []
     refused += ["gate", "gate_gradient"] if activation.operand_dims else []
-    refused += ["inverse"] if not activation.has_inverse else []
     return tuple(kernel for kernel in KERNELS if kernel not in refused)
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """A kernel as a launch would specialise it, for tensors of a dtype. An integer that is 1 is a constant, too."""
+
+    function: Any
+    constants: Mapping[str, Any]
+    dtype: torch.dtype
+
+    def compile(self, target: str) -> Any:
+        """What Triton compiles it to for one of ``TARGETS``."""
+        names = self.function.arg_names
+        divisible = [i for i, name in enumerate(names) if name not in (*self.constants, "rows", "steps")]
+        source = ASTSource(
+            self.function,
+            signature={name: self._type(name) for name in names},
+            constexprs=dict(self.constants),
+            attrs={(i,): [["tt.divisibility", 16]] for i in divisible},
+        )
+        return triton.compile(source, target=TARGETS[target], options=tiles.options(TARGETS[target].warp_size))
+
+    def _type(self, name: str) -> str:
+        if name in self.constants:
+            return "constexpr"
+        if name in ("operand_ptr", "partial_ptr"):
+            return "*fp32"
+        return POINTERS[self.dtype] if name.endswith("_ptr") else "i32"
+
+
 def recipe(
-    kernel: str, activation: Activation, dtype: torch.dtype, target: str, bias: str = "column", index: Any = tl.int32
+    kernel: str, activation: Activation, dtype: torch.dtype, bias: str = "column", index: Any = tl.int32
 ) -> Recipe:
     """The kernel with a bias (or without one: "none") that runs along the columns or the rows, where it takes one, and
     with offsets of that type."""
     given, _ = KERNELS[kernel]
     if kernel.startswith("gate"):
-        return _gate_recipe(kernel, activation, dtype, target, index)
-    if kernel == "inverse":
-        bias = "none"  # all that its input had is in the output
-    elif activation.output_refusal(dtype) is not None:
+        return _gate_recipe(kernel, activation, dtype, index)
+    if activation.output_refusal(dtype) is not None:
         given = "input"
-    role: Role = "inverse" if kernel == "inverse" else "forward" if kernel == "forward" else "gradient"
-    function = elementwise.gradient_kernel if role == "gradient" else elementwise.bias_act_kernel
-    has_sums = role == "gradient" and (bool(activation.operand_dims) or bias != "none")
-    rows, columns = tiles.tile_of(MATRICES[bias], sums=has_sums)
-    constants = {"AXIS": bias, "FOLDED": False, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
+    role: Role = "forward" if kernel == "forward" else "gradient"
     needs = (True,) * len(activation.operand_dims)
-    if role != "gradient":
-        constants["HAS_BIAS"] = constants["HAS_RESIDUAL"] = bias != "none"
-    else:
-        sums = [(0, True)] if bias != "none" else []
-        constants["SUMS"] = (*sums, *((1 + i, dim is not None) for i, dim in enumerate(activation.operand_dims)))
-    constants["GRADIENT" if role == "gradient" else "FORWARD"] = device_function(
-        activation, role, given=given, dtype=dtype, needs=needs
-    )
-    # As Triton specialises at launch: an argument of 1 is a constant.
-    ones = ("channels",) if bias == "none" else ()
-    constants |= {name: 1 for name in ones if name in function.arg_names}
-    arguments = [name for name in function.arg_names if name not in constants]
-    types = {name: POINTERS[dtype] if name.endswith("_ptr") else "i32" for name in arguments}
-    types |= {name: "*fp32" for name in ("operand_ptr", "partial_ptr") if name in arguments}
-    options = tiles.options(TARGETS[target].warp_size)
-    return Recipe(function, types, constants, [name for name in arguments if name not in ("rows", "steps")], options)
+    printed = device_function(activation, role, given=given, dtype=dtype, needs=needs)
+    has_bias = bias != "none"
+    rows, columns = tiles.tile_of(MATRICES[bias], sums=role == "gradient" and (bool(needs) or has_bias))
+    constants = {"AXIS": bias, "FOLDED": False, "ROWS": rows, "COLUMNS": columns, "INDEX": index}
+    constants |= {} if has_bias else {"channels": 1}
+    if role == "forward":
+        constants |= {"FORWARD": printed, "HAS_BIAS": has_bias, "HAS_RESIDUAL": has_bias}
+        return Recipe(elementwise.bias_act_kernel, constants, dtype)
+    sums = [(0, True)] * has_bias + [(1 + i, dim is not None) for i, dim in enumerate(activation.operand_dims)]
+    return Recipe(elementwise.gradient_kernel, {**constants, "GRADIENT": printed, "SUMS": tuple(sums)}, dtype)
 
 
-def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, target: str, index: Any) -> Recipe:
-    """Of rows that may have gaps."""
+def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, index: Any) -> Recipe:
+    """The same for rows that may have gaps."""
     rows, columns = tiles.tile_of(MATRICES["column"])
     constants = {"ROWS": rows, "COLUMNS": columns, "INDEX": index}
     constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype)
@@ -85,9 +121,5 @@ def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, target
     if kernel == "gate_gradient":
         function = gates.gate_gradient_kernel
         constants["GRADIENT"] = device_function(activation, "gradient", given="input", dtype=dtype)
-    pointers = [name for name in function.arg_names if name.endswith("_ptr")]
-    constants["STEPS"] = (1,) * len(pointers)
-    arguments = [name for name in function.arg_names if name not in constants]
-    types = {name: POINTERS[dtype] if name in pointers else "i32" for name in arguments}
-    options = tiles.options(TARGETS[target].warp_size)
-    return Recipe(function, types, constants, [name for name in arguments if name != "rows"], options)
+    constants["STEPS"] = (1,) * sum(name.endswith("_ptr") for name in function.arg_names)
+    return Recipe(function, constants, dtype)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -45,11 +45,11 @@ BUDGETS = (0.7, 0.5, 0.3)
 
 @dataclass(frozen=True)
 class Case:
-    """A model, and the paths of the containers of its blocks: "," is between several, "|" between names of one."""
+    """A model, and the paths of the containers of its blocks."""
 
     id: str
     build: Callable[[], tuple[nn.Module, Tensor]]
-    blocks: str
+    blocks: tuple[str, ...]
 
 
 def _encoder() -> tuple[nn.Module, Tensor]:
@@ -65,19 +65,18 @@ def _images(make: Callable[[], nn.Module], *shape: int) -> Callable[[], tuple[nn
     return lambda: (make(), torch.randn(shape[0], 3, *shape[1:]))
 
 
-_STAGES = ",".join(f"encoder.stages.{stage}.layers" for stage in range(4))
-_VIT = "layers|encoder.layer"  # by versions of transformers
+_STAGES = tuple(f"encoder.stages.{stage}.layers" for stage in range(4))
 _SIZES = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 256}
 _MISTRAL = hf("Mistral", **{**zoo.MISTRAL, **_SIZES, "intermediate_size": 896})
 CASES = (
-    Case("encoder/float32", _encoder, "layers"),
-    Case("bert/float32", _text(hf("Bert", **{**zoo.SMALL_BERT, **_SIZES})), "encoder.layer"),
-    Case("mistral/float32", _text(_MISTRAL), "layers"),
-    Case("mistral/bfloat16", _text(_MISTRAL, torch.bfloat16), "layers"),
-    Case("vit/float32", _images(hf("ViT", **_SIZES, image_size=128, intermediate_size=1024), 8, 128, 128), _VIT),
+    Case("encoder/float32", _encoder, ("layers",)),
+    Case("bert/float32", _text(hf("Bert", **{**zoo.SMALL_BERT, **_SIZES})), ("encoder.layer",)),
+    Case("mistral/float32", _text(_MISTRAL), ("layers",)),
+    Case("mistral/bfloat16", _text(_MISTRAL, torch.bfloat16), ("layers",)),
+    Case("vit/float32", _images(hf("ViT", **_SIZES, image_size=128, intermediate_size=1024), 8, 128, 128), ("layers",)),
     Case("resnet-50/float32", _images(hf("ResNet"), 4, 128, 128), _STAGES),
     # As wide as such models are. What a recomputation costs the host is nothing here, and one or two percent above.
-    Case("vit-768/float32", _images(hf("ViT", num_hidden_layers=6), 4, 224, 224), _VIT),
+    Case("vit-768/float32", _images(hf("ViT", num_hidden_layers=6), 4, 224, 224), ("layers",)),
     Case("resnet-50-224/float32", _images(hf("ResNet"), 8, 224, 224), _STAGES),
 )
 
@@ -177,7 +176,7 @@ def _compiled(eager: Subject, allowed: int, part: float) -> dict[str, Callable[[
     return {"compiled": partial(with_part, 1.0), "compile": partial(with_part, part), "fit_compiled": within_bytes}
 
 
-def with_checkpoints(eager: Subject, paths: str) -> Iterator[Subject]:
+def with_checkpoints(eager: Subject, paths: Sequence[str]) -> Iterator[Subject]:
     """With checkpoints around the first block, the first two, and so on."""
     for number in range(1, len(_blocks(eager.model, paths)) + 1):
         subject = eager.twin()
@@ -186,10 +185,8 @@ def with_checkpoints(eager: Subject, paths: str) -> Iterator[Subject]:
         yield subject
 
 
-def _blocks(model: nn.Module, paths: str) -> list[nn.Module]:
-    modules = dict(model.named_modules())
-    found = [list(modules[path].children()) for part in paths.split(",") for path in part.split("|") if path in modules]
-    return [block for blocks in found for block in blocks]
+def _blocks(model: nn.Module, paths: Sequence[str]) -> list[nn.Module]:
+    return [block for path in paths for block in model.get_submodule(path).children()]
 
 
 def line(row: dict[str, Any]) -> Iterator[str]:

@@ -119,7 +119,7 @@ def run(
             result["versions"][name] = importlib.metadata.version(name)
     machine.warn_if_busy(result)
     shares = [getattr(case, "share", 1.0) for case in todo]
-    for number, (case, left, _) in enumerate(until(end, todo)):
+    for number, (case, left) in enumerate(until(end, todo)):
         # Half of a case's share: to build, to compare and to count bytes takes time too.
         seconds = min(left * shares[number] / sum(shares[number:]) / 2, benchmark.case_seconds)
         row = benchmark.measure(case, Setting(device, 0.0 if quick else seconds, quick))
@@ -141,8 +141,8 @@ def begin(subject: str, device: torch.device, definitions: Mapping[str, str], **
     }
 
 
-def until(end: float, todo: Sequence[Case]) -> Iterator[tuple[Case, float, int]]:
-    """Each case that can start before ``end``, with the seconds that are left and the cases that share them.
+def until(end: float, todo: Sequence[Case]) -> Iterator[tuple[Case, float]]:
+    """Each case that can start before ``end``, with the seconds that are left.
 
     Shows how far the run has come: by its cases, or by its seconds where these are used up first.
     """
@@ -153,19 +153,16 @@ def until(end: float, todo: Sequence[Case]) -> Iterator[tuple[Case, float, int]]
         if now >= end:
             return
         on_stage(str(getattr(case, "id", case)), max(number / len(todo), (now - begun) / (end - begun)))
-        yield case, end - now, len(todo) - number
+        yield case, end - now
 
 
 def add(result: dict[str, Any], row: dict[str, Any], out: Path | None) -> None:
-    """A case is done: it moves from what was not run to the cases, in the file too."""
+    """A case is done: it moves from what was not run to the cases, in ``out/<subject>.json`` too, a case a line. The
+    file is replaced as a whole, for the process may be stopped."""
     result["cases"].append(row)
     result["not_run"].remove(row["id"])
-    if out is not None:
-        write(result, out)
-
-
-def write(result: dict[str, Any], out: Path) -> None:
-    """Write ``out/<subject>.json``, a case a line. It is replaced as a whole, for the process may be stopped."""
+    if out is None:
+        return
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"{result['subject']}.json"
     partial = path.with_suffix(".json.tmp")

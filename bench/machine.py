@@ -3,6 +3,8 @@
 import ctypes
 import datetime
 import functools
+import importlib.metadata
+import importlib.util
 import os
 import platform
 import re
@@ -67,12 +69,7 @@ def warn_if_busy(description: dict[str, Any]) -> None:
 
 def describe(device: torch.device) -> dict[str, Any]:
     """Device, versions and date, as they stand at the head of a result file."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = None
+    has_triton = importlib.util.find_spec("triton") is not None
     threads = torch.get_num_threads()
     name = device_name(device) if device.type == "cuda" else f"{device_name(device)} ({_instructions().upper()})"
     return {
@@ -83,7 +80,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
-            "triton": triton_version,
+            "triton": importlib.metadata.version("triton") if has_triton else None,
             "cuda": torch.version.cuda if device.type == "cuda" else None,
         },
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),

@@ -151,21 +151,14 @@ def interleave(
 
 def spread(values: list[float]) -> dict[str, float]:
     """Median and quartiles."""
-    if len(values) == 1:
-        return {"median": values[0], "q1": values[0], "q3": values[0]}
     q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
     return {"median": median, "q1": q1, "q3": q3}
-
-
-def ratios(values: list[float], baseline: list[float]) -> list[float]:
-    """Each round's time over the baseline's in the same round."""
-    return [value / base for value, base in zip(values, baseline, strict=True)]
 
 
 def summary(values: list[float], baseline: list[float]) -> dict[str, Any]:
     """What a result file says about the times of one variant, beside the baseline's."""
     times = {f"{key}_us": round(value, 3) for key, value in spread(values).items()}
-    ratio = spread(ratios(values, baseline))
+    ratio = spread([value / base for value, base in zip(values, baseline, strict=True)])
     over = spread([value - base for value, base in zip(values, baseline, strict=True)])
     return {
         **times,

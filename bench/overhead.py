@@ -4,8 +4,8 @@ Small tensors in float32, on one thread unless another number is given: here tim
 bookkeeping, hardly arithmetic. Groups of calls:
 
 * ``small``: outputs so small that the call should cost what eager PyTorch's costs;
-* ``fused``: 16 to 256 Ki outputs and activations that torch differentiates from one buffer too, so that nothing is
-  gained but memory;
+* ``fused``: 128 Ki outputs, which are not left to PyTorch, and activations that torch differentiates from one buffer
+  too, so that nothing is gained but memory;
 * ``folded``: the same with activations whose minimum is folded, which pay for the branch bit; without a target;
 * ``region``: an activation between two dense layers of a model that ``fuse`` has seen, against the same model;
 * ``bert layer``, ``llama layer``, ``autocast layer``: a fused block of a transformer of tiny sizes, in which everything
@@ -52,8 +52,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
 }
 FOLDED = ("gelu", "silu")
-#: Results of 64 KiB, which are left to PyTorch, of 512 KiB, which are not, and of 1 MiB.
-SIZES = (16384, 131072, 262144)
+#: Of the larger calls.
+ELEMENTS = 131072
 #: How far outputs and gradients may be from eager's, by their norms, and be worth timing: no test of accuracy.
 SAME = 1e-4
 
@@ -80,7 +80,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Group, operation, activation and size: ``fused/dense/relu/16384``."""
+        """Group, operation, activation and size: ``fused/dense/relu/131072``."""
         return f"{self.group}/{self.operation}/{self.activation}/{self.elements}"
 
 
@@ -97,9 +97,8 @@ def cases() -> Iterator[Case]:
         yield Case("small", operation, activation, elements)
     for activation in ACTIVATIONS:
         for operation in ("dense", "conv", "bias_act"):
-            for elements in SIZES:
-                yield Case("folded" if activation in FOLDED else "fused", operation, activation, elements)
-    for activation, elements in (("gelu", 512), *((name, 131072) for name in BETWEEN_LAYERS)):
+            yield Case("folded" if activation in FOLDED else "fused", operation, activation, ELEMENTS)
+    for activation, elements in (("gelu", 512), *((name, ELEMENTS) for name in BETWEEN_LAYERS)):
         yield Case("region", "fuse", activation, elements)
     for name in GATED:
         yield Case(f"{name} layer", "layer", name, 8 * 64)

@@ -9,10 +9,10 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from fusedlayers.utils.report import EAGER, HERE, INK
-
 from .tables import committed, measured_on
 
+#: Colours of PyTorch, of this library, and of text.
+EAGER, HERE, INK = "#8d97a3", "#2166ac", "#22303c"
 _WIDTH, _LABELS, _BARS, _ROW, _TOP = 860, 236, 430, 46, 64
 
 

@@ -1,8 +1,8 @@
-"""``python -m bench peers``: the same three blocks by others who save memory, and by this library.
+"""``python -m bench peers``: the same two blocks by others who save memory, and by this library.
 
-On CPUs in float32; on GPUs in bfloat16, on 32 times as many rows or images. A variant whose package is not
-installed, or does not run on this device, is a row that says so. Liger, inplace_abn and optiacts are no dependencies:
-install those that you want to see.
+On CPUs in float32; on GPUs in bfloat16, on 32 times as many rows. A variant whose package is not installed, or does
+not run on this device, is a row that says so. Liger and optiacts are no dependencies: install those that you want to
+see.
 """
 
 import copy
@@ -21,7 +21,7 @@ import fusedlayers as fl
 from . import measure, zoo
 from .grid import Benchmark
 from .measure import Setting, Variant
-from .zoo import MLP, ConvNorm, GatedMLP
+from .zoo import MLP, GatedMLP
 
 DEFINITIONS = {
     "block": "what stands alone here, in training; parameters are shared by all variants",
@@ -69,11 +69,6 @@ def _checkpointed(module: nn.Module) -> Forward:
     return partial(checkpoint, module, use_reentrant=False)
 
 
-def _fused(module: nn.Module) -> Forward:
-    fl.fuse(module)
-    return module
-
-
 def _fused_mlp(module: MLP, **options: Any) -> Forward:
     return fl.FusedMLP.from_modules(module.up, module.act, module.down, **options)
 
@@ -94,19 +89,12 @@ def _liger(module: GatedMLP) -> Forward:
     return lambda x: module.down_proj(act.apply(module.gate_proj(x), module.up_proj(x)))
 
 
-def _inplace_abn(module: ConvNorm) -> Forward:
-    norm = importlib.import_module("inplace_abn").InPlaceABN(module.norm.num_features, activation="leaky_relu")
-    norm.weight, norm.bias = module.norm.weight, module.norm.bias
-    return lambda x: module.conv2(norm(module.conv1(x)))
-
-
 #: What every block is measured with; each has its own beside these.
 VARIANTS: dict[str, Build] = {
     "eager": lambda module: module,
     "compile": _compiled,
     "compile, budget": partial(_compiled, part=HALF),
     "checkpoint": _checkpointed,
-    "fusedlayers": _fused,
 }
 _OF_MLP: dict[str, Build] = {
     "optiacts": _optiacts,
@@ -122,7 +110,6 @@ _OF_GATED: dict[str, Build] = {
 BLOCKS = (
     Block("MLP, GELU", partial(MLP, 768, 3072), (1024, 768), _OF_MLP),
     Block("gated MLP, SiLU", partial(GatedMLP, 1024, 2816), (1024, 1024), _OF_GATED),
-    Block("batch norm, leaky ReLU", partial(ConvNorm, 64), (8, 64, 56, 56), {"inplace_abn": _inplace_abn}),
 )
 
 
@@ -175,6 +162,6 @@ BENCHMARKS = {
         cases=lambda kind: BLOCKS,
         measure=measure_block,
         case_seconds=30.0,
-        packages=("optiacts", "liger-kernel", "inplace-abn"),
+        packages=("optiacts", "liger-kernel"),
     )
 }

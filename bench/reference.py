@@ -27,5 +27,4 @@ mlp, gated_mlp = _reference.mlp, _reference.gated_mlp
 #: Activations with trainable parameters, and ReLU: name -> what makes one for a number of channels.
 CUSTOM_ACTIVATIONS = _load("examples", "custom_activation").ACTIVATIONS
 
-_deep_resnet = _load("examples", "deep_resnet")
-BatchNormAct, resnet = _deep_resnet.BatchNormAct, _deep_resnet.resnet
+resnet = _load("examples", "deep_resnet").resnet

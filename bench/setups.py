@@ -116,14 +116,6 @@ def _selective(model: Any, of: Model) -> Any:
     return _checkpointed(model, of, context_fn=partial(create_selective_checkpoint_contexts, kept))
 
 
-def _compiled(model: Any, of: Model) -> Any:
-    if not of.blocks:
-        raise Unsuited("no list of blocks")
-    for block in model.get_submodule(of.blocks):
-        block.compile()
-    return model
-
-
 @functools.cache
 def _process() -> None:
     store: Any = vars(dist)["HashStore"]
@@ -176,7 +168,6 @@ SETUPS = {
     "save_on_cpu": Setup(around=torch.autograd.graph.save_on_cpu),
     "DDP, autocast": Setup(_ddp, is_before=True, around=_AUTOCAST),
     "FSDP2": Setup(_fsdp),
-    "blocks compiled": Setup(_compiled),
     "EMA copy": Setup(_averaged),
 }
 
@@ -189,12 +180,6 @@ class Case:
     @property
     def id(self) -> str:
         return f"{self.model}/{self.setup}"
-
-
-def cases() -> Iterator[Case]:
-    for setup in SETUPS:
-        for model in MODELS:
-            yield Case(model, setup)
 
 
 def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
@@ -240,20 +225,6 @@ def _variant(name: str, of: Model, setup: Setup) -> Variant:
     return Variant({"forward_backward": step}, results, forward, [model, x], step)
 
 
-def line(row: dict[str, Any]) -> Iterator[str]:
-    found = [row["variants"].get(name, {}) for name in VARIANTS]
-    if "unsuited" in row or any("saved_bytes" not in variant for variant in found):
-        yield f"{row['id']}: {row.get('unsuited') or found[1].get('error')}"
-        return
-    saved, peak = ([variant[key] for variant in found] for key in ("saved_bytes", "peak_bytes"))
-    ratio = found[1]["forward_backward"]["ratio"]
-    shares = ", ".join(
-        f"{name} {b / a:.2f} of {a / 2**20:.1f} MiB" if a else f"{name} nothing"
-        for name, (a, b) in (("saved", saved), ("peak", peak))
-    )
-    yield f"{row['id']}: {shares}, {ratio:.2f}x"
-
-
 def missed(result: dict[str, Any]) -> Iterator[str]:
     """Cells in which the fused model takes more bytes, or another gradient."""
     for row in result["cases"]:
@@ -269,9 +240,8 @@ BENCHMARKS = {
     "setups": Benchmark(
         "setups",
         DEFINITIONS,
-        cases=lambda kind: [*cases()],
+        cases=lambda kind: [Case(model, setup) for setup in SETUPS for model in MODELS],
         measure=measure_case,
-        lines=line,
         missed=missed,
         budget_seconds=1500.0,
         case_seconds=6.0,

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 #: A CPU is given few tokens and images, so that a whole run ends within ten minutes; they are stated with every result.
-DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
+DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float32")}
+#: The memory format that devices of a kind are fast in: torch's default on CPUs.
+FORMATS = {"cpu": "contiguous", "cuda": "channels_last"}
 
 
 @dataclass(frozen=True)
@@ -17,8 +19,6 @@ class Dense:
     hidden_features: int
     tokens: dict[str, int]
     is_gated: bool = False
-
-    formats = ("",)
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,6 @@ class Conv:
     def padding(self) -> tuple[int, ...]:
         """What keeps the size, at stride 1 and of odd kernels."""
         return tuple(self.dilation * (size - 1) // 2 for size in self.kernel)
-
-    @property
-    def formats(self) -> tuple[str, ...]:
-        """The memory formats: sequences have one."""
-        return ("contiguous",) if len(self.kernel) == 1 else ("contiguous", "channels_last")
 
 
 LAYERS = (
@@ -81,11 +76,11 @@ CONVOLUTIONS = (
 
 @dataclass(frozen=True)
 class Case:
-    """A layer in a dtype, and a convolution in a memory format."""
+    """A layer in a dtype, and a convolution in a memory format: sequences have one."""
 
     shape: Dense | Conv
     dtype: str
-    format: str
+    format: str = ""
 
     @property
     def id(self) -> str:
@@ -96,12 +91,11 @@ class Case:
 
 
 def cases(shapes: Sequence[Dense | Conv], kind: str) -> list[Case]:
-    """What matters most comes first: each shape in the format that devices of this kind are fast in, before any is
-    measured in another one."""
-    found = [Case(shape, dtype, format) for dtype in DTYPES[kind] for shape in shapes for format in shape.formats]
-    return sorted(found, key=lambda case: (DTYPES[kind].index(case.dtype), is_minor(case.format, case.shape, kind)))
+    """Each shape in the dtypes of a device's kind, the main one first."""
+    return [Case(shape, dtype, _format(shape, kind)) for dtype in DTYPES[kind] for shape in shapes]
 
 
-def is_minor(format: str, shape: Dense | Conv, kind: str) -> bool:
-    """Whether it is not the format that devices of this kind are fast in: torch's default on CPUs."""
-    return len(shape.formats) > 1 and format != {"cpu": "contiguous", "cuda": "channels_last"}[kind]
+def _format(shape: Dense | Conv, kind: str) -> str:
+    if isinstance(shape, Dense):
+        return ""
+    return "contiguous" if len(shape.kernel) == 1 else FORMATS[kind]

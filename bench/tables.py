@@ -9,9 +9,6 @@ from typing import Any
 
 from . import shapes
 
-MAIN_DTYPE = {"cpu": "float32", "cuda": "bfloat16"}
-OTHER_DTYPE = {"cpu": "bfloat16", "cuda": "float32"}
-
 
 def committed(results: Path, subject: str) -> list[dict[str, Any]]:
     """The runs of a benchmark that were committed, GPUs first."""
@@ -81,16 +78,12 @@ def _by(sizes: Iterable[int]) -> str:
 
 
 def _models(run: dict[str, Any], wanted: Sequence[shapes.Dense | shapes.Conv]) -> Iterator[dict[str, Any]]:
-    """The models' layers with the models' activations, in the device's main dtype, and then in the other one; in the
-    main memory format."""
-    kind = run["device"]["kind"]
-    rows = {(row["shape"], row["activation"], row["dtype"], row.get("format", "")): row for row in run["cases"]}
-    for dtype in (MAIN_DTYPE[kind], OTHER_DTYPE[kind]):
+    """The models' layers with the models' activations, in the device's main dtype, and then in the other one."""
+    rows = {(row["shape"], row["activation"], row["dtype"]): row for row in run["cases"]}
+    for dtype in shapes.DTYPES[run["device"]["kind"]]:
         for shape in wanted:
-            for format in shape.formats:
-                row = rows.get((shape.name, shape.activation, dtype, format))
-                if row is not None and not shapes.is_minor(format, shape, kind):
-                    yield row
+            if (row := rows.get((shape.name, shape.activation, dtype))) is not None:
+                yield row
 
 
 def _name(row: dict[str, Any]) -> str:
@@ -111,61 +104,17 @@ def layers_table(run: dict[str, Any], title: str, wanted: Sequence[shapes.Dense 
 
 
 def mlp_table(run: dict[str, Any]) -> str:
-    """MLP blocks of known models, forward+backward: bytes kept, those at the worst moment, and time, the bare matmuls'
-    too."""
+    """MLP blocks of known models, forward+backward: bytes kept, those at the worst moment, and time."""
     bytes_of = ("saved MiB: eager", "**here**", "recomputed", "peak MiB: eager", "**here**", "recomputed")
     rows = []
     for row in _models(run, shapes.BLOCKS):
-        eager, ours, recomputed, bare = _variants(row, "eager", "fusedlayers", "recompute", "matmuls")
+        eager, ours, recomputed = _variants(row, "eager", "fusedlayers", "recompute")
         cells = [_name(row)]
         for what in ("saved_bytes", "peak_bytes"):
             cells += [_mib(eager, what), f"**{_mib(ours, what)}**", _mib(recomputed, what)]
-        rows.append([*cells, _time(eager), _ratio(bare), f"**{_ratio(ours)}**", _ratio(recomputed)])
-    columns = ["MLP block (rows)", *bytes_of, "time: eager", "bare matmuls", "**here**", "recomputed"]
+        rows.append([*cells, _time(eager), f"**{_ratio(ours)}**", _ratio(recomputed)])
+    columns = ["MLP block (rows)", *bytes_of, "time: eager", "**here**", "recomputed"]
     return markdown(columns, rows)
-
-
-#: The README's first table, a row for each kind of part: the benchmark, what the part is, and which shape.
-OVERVIEW = (
-    ("dense", "Linear + GELU", shapes.LAYERS, "BERT-base"),
-    ("mlp", "MLP, GELU", shapes.BLOCKS, "BERT-base"),
-    ("mlp", "gated MLP, SiLU", shapes.BLOCKS, "LLaMA-7B"),
-)
-
-
-def overview_table(results: Path) -> str:
-    """A row for each kind of part, with columns for a GPU and for a CPU."""
-    runs = {(run["device"]["kind"], name): run for name in ("dense", "mlp") for run in committed(results, name)}
-    names = {kind: name for kind, name in (("cuda", "GPU"), ("cpu", "CPU")) if (kind, "dense") in runs}
-    if not names:
-        return "No result is committed yet; `python -m bench dense` makes one."
-    measured, columns = [], []
-    for kind, name in names.items():
-        of_kind = [run for (kind_of_run, _), run in runs.items() if kind_of_run == kind]
-        dates = " and ".join(sorted({run["date"] for run in of_kind}))
-        device = measured_on({**max(of_kind, key=lambda run: run["date"]), "date": dates}).rstrip(":")
-        measured.append(f"{name}: {device}, {MAIN_DTYPE[kind]}.")
-        columns += [f"{name}: {whose}" for whose in ("PyTorch", "**here**")]
-    note = (
-        "Bytes are what the part and the matmul after it save, without the part's input. GPU times are the kernels' "
-        "alone."
-    )
-    rows = []
-    for subject, title, wanted, shape in OVERVIEW:
-        parts = [part for part in wanted if part.name == shape]
-        cells = [cell for kind in names for cell in _overview_cells(runs.get((kind, subject)), parts)]
-        if {*cells} != {"-"}:
-            rows.append([f"{title}: {shape}", *cells])
-    table = markdown(["Saved MiB, time of forward and backward", *columns], rows)
-    return "\n\n".join((" ".join((*measured, note)), table))
-
-
-def _overview_cells(run: dict[str, Any] | None, parts: Sequence[shapes.Dense]) -> tuple[str, str]:
-    row = None if run is None else next(_models(run, parts), None)
-    if run is None or row is None or row["dtype"] != MAIN_DTYPE[run["device"]["kind"]]:
-        return "-", "-"
-    eager, ours = _variants(row, "eager", "fusedlayers")
-    return f"{_mib(eager)}, {_time(eager)}", f"**{_mib(ours)}**, **{_ratio(ours)}**"
 
 
 #: Of small calls, the groups of the benchmark that a document shows, and of which size; None: of all.
@@ -224,24 +173,13 @@ def models_table(run: dict[str, Any]) -> str:
 
 
 def saved_table(run: dict[str, Any]) -> str:
-    """Whole models: what ``fuse`` leaves of eager's saved bytes and peaks."""
+    """Whole models: what ``fuse`` leaves of eager's saved bytes."""
     dtypes = {"float32": "float32", "bfloat16": "bfloat16", "autocast": "autocast to bfloat16"}
     models: dict[str, dict[str, str]] = {}
-    peaks = []
     for row in run["cases"]:
-        if "model" in row:
-            models.setdefault(row["model"], {})[row["dtype"]] = _saved(row)
-        elif "peak_bytes" in row:
-            eager, ours = (row["peak_bytes"][variant] for variant in ("eager", "fusedlayers"))
-            cells = [f"{eager / 2**20:.0f}", f"**{ours / 2**20:.0f}** ({ours / eager:.2f}x)"]
-            peaks.append([row["name"].replace("/", ", "), *cells])
-    title = "Saved MiB: PyTorch, **`fuse`**"
-    parts = [markdown([title, *dtypes.values()], ([m, *(cells[d] for d in dtypes)] for m, cells in models.items()))]
-    (linear,) = (row["over_eager_us"] for row in run["cases"] if row["id"] == "linear")
-    parts.append(f"On the host a small linear layer takes {linear} us more, forward and backward.")
-    title = "Peak MiB over parameters and gradients, six layers"
-    parts.append(markdown([title, "PyTorch", "**`fuse`**"], peaks))
-    return "\n\n".join(parts)
+        models.setdefault(row["model"], {})[row["dtype"]] = _saved(row)
+    columns = ["Saved MiB: PyTorch, **`fuse`**", *dtypes.values()]
+    return markdown(columns, ([model, *(cells[dtype] for dtype in dtypes)] for model, cells in models.items()))
 
 
 def _saved(row: dict[str, Any]) -> str:
@@ -322,8 +260,6 @@ PEERS = {
     "checkpoint": ("`torch.utils.checkpoint`", "nothing, and computes it twice"),
     "optiacts": ("optiacts", "outputs and a bit for each element"),
     "Liger": ("Liger", "gate, up, and their product"),
-    "inplace_abn": ("inplace_abn", "outputs, and inverts them"),
-    "fusedlayers": ("**`fl.fuse`**", "inputs of activations; the factors of products"),
     "FusedMLP": ("**`FusedMLP`, `FusedGatedMLP`**", "the same"),
     "recompute": ('**the same, `save="recompute"`**', "nothing, and computes it twice, in chunks"),
 }
@@ -334,8 +270,8 @@ def peers_table(run: dict[str, Any]) -> str:
     """The same blocks by others: bytes kept, those at the worst moment, and time, and the gradient's error where it is
     ten times eager's. Who was measured on none of them is left out."""
     cases = run["cases"]
-    dtype = cases[0].get("dtype", MAIN_DTYPE["cpu"])
-    of = "" if dtype == MAIN_DTYPE["cpu"] else f" ({dtype})"
+    dtype = cases[0].get("dtype", "float32")
+    of = "" if dtype == "float32" else f" ({dtype})"
     columns = [f"Saved MiB, peak MiB, time of forward and backward{of}", "saves"]
     columns += [f"{row['id']} ({_by(row['input'])})" for row in cases]
     rows = []
@@ -440,6 +376,5 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "works_with": partial(_tables, subject="setups", table=works_with_table, most=1),
     "saved": partial(_tables, subject="saved", table=saved_table),
     "overhead": partial(_tables, subject="overhead", table=small_calls_table),
-    "overview": overview_table,
     "peers": partial(_tables, subject="peers", table=peers_table),
 }

@@ -35,13 +35,6 @@ SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "
 SMALL_BERT = {**SMALL, "intermediate_size": 1024}
 SMALL_LLAMA = {**SMALL, "intermediate_size": 704, "use_cache": False}
 GPT2 = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-SMALL_GPT2 = {
-    "n_embd": 256, "n_layer": 2, "n_head": 4, "vocab_size": 1000, "bos_token_id": 1, "eos_token_id": 2, **GPT2
-}  # fmt: skip
-SMALL_T5 = {
-    "d_model": 256, "d_ff": 512, "d_kv": 64, "num_layers": 2, "num_heads": 4, "vocab_size": 1000,
-    "feed_forward_proj": "gated-gelu", "dropout_rate": 0.0,
-}  # fmt: skip
 MISTRAL = {
     "hidden_size": 1024, "intermediate_size": 3584, "num_attention_heads": 8, "num_key_value_heads": 2,
     "num_hidden_layers": 2, "vocab_size": 1000, "use_cache": False,
@@ -111,20 +104,6 @@ class TransformerBlock(nn.Module):
         return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
 
 
-class ConvNorm(nn.Module):
-    """Two convolutions, with a batch norm and an activation between them."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-        self.norm, self.act = nn.BatchNorm2d(channels), nn.LeakyReLU(0.01)
-        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.conv2(self.act(self.norm(self.conv1(x))))
-        return y
-
-
 class Snake(nn.Module):
     """An activation of a user's, with a trained number (Ziyin et al. 2020)."""
 
@@ -158,28 +137,6 @@ class Diffusion(nn.Module):
             h = self.convolutions[i](F.silu(self.norms[i](x)))
             x = x + self.convolutions[i + 1](F.silu(self.norms[i + 1](h)))
         return x
-
-
-class Segmentation(nn.Module):
-    """A UNet of two levels with instance norms, leaky ReLU and skips."""
-
-    def __init__(self) -> None:
-        super().__init__()
-
-        def block(channels: int, out: int) -> nn.Module:
-            layers = [(nn.Conv2d(channels if i == 0 else out, out, 3, padding=1), out) for i in range(2)]
-            return nn.Sequential(
-                *(m for c, n in layers for m in (c, nn.InstanceNorm2d(n, affine=True), nn.LeakyReLU(0.01)))
-            )
-
-        self.down, self.bottom, self.up = block(3, 32), block(32, 64), block(96, 32)
-        self.last = nn.Conv2d(32, 2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skip = self.down(x)
-        below = self.bottom(F.max_pool2d(skip, 2))
-        y: Tensor = self.last(self.up(torch.cat([skip, F.interpolate(below, scale_factor=2.0)], 1)))
-        return y
 
 
 class InvertedResidual(nn.Module):

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.utils import _python_dispatch, checkpoint
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map_only as tree_map_only
-from torch.utils._pytree import tree_unflatten as tree_unflatten
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # of modes that see every operator
+from torch.utils._pytree import tree_flatten as tree_flatten  # the leaves of nested containers, and how they nest
+from torch.utils._pytree import tree_leaves as tree_leaves  # the leaves alone
+from torch.utils._pytree import tree_map_only as tree_map_only  # a function applied to the leaves of one class
+from torch.utils._pytree import tree_unflatten as tree_unflatten  # leaves put back into containers
 
 #: The versions that the tests run on.
 _OLDEST, _NEWEST = (2, 11), (2, 15)
@@ -343,12 +343,6 @@ signature_of: Callable[[Any], Any] = operator.attrgetter("_schema")
 
 
 # --- modes, subclasses, containers and modules ------------------------------------------------------------------------
-
-# TorchDispatchMode: base of modes that see every operator. Its documentation, and others' code, name these places.
-# tree_flatten: the leaves of nested containers, and how they nest, which tree_unflatten takes.
-# tree_leaves: the leaves of nested containers.
-# tree_map_only: a function applied to the leaves of one class.
-# tree_unflatten: leaves put back into nested containers.
 
 #: (tensor) -> bool: whether it is made of inner tensors, as DTensor is. (By torch's annotation no tensor is.)
 is_traceable_wrapper_subclass: Callable[[object], bool] = _python_dispatch.is_traceable_wrapper_subclass

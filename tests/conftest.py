@@ -159,7 +159,7 @@ def on_triton(monkeypatch: pytest.MonkeyPatch) -> Switch:
 #: has several steps, and the last one fewer than the others.
 SPLITS: dict[str, dict[str, Any]] = {
     "default": {},
-    "int64": {"index_type": lambda tensor: pytest.importorskip("triton.language").int64},
+    "int64": {"index_of": lambda extent: pytest.importorskip("triton.language").int64},
     "steps": {"TILE": 64, "PROGRAMS": 5},
     "one program": {"TILE": 64, "PROGRAMS": 1},
 }

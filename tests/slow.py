@@ -25,10 +25,8 @@ SLOW: dict[str, dict[str, int]] = {
         "test_the_derivative_is_as_accurate_as_gelus": 10,
     },
     "test_aot": {
-        "test_every_inverse_compiles_without_spills": 0,
         "test_everything_compiles_without_spills": 0,
         "test_gates_compile_without_spills": 0,
-        "test_gelu_takes_few_instructions": 0,
         "test_many_sums_compile_without_spills": 0,
         "test_other_devices": 0,
         "test_what_users_bring_compiles_without_spills": 0,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import overview, report, tables
+from bench import overview, report, shapes
 from bench.__main__ import main as bench_main
 
 
@@ -42,7 +42,7 @@ def a_committed_run(results: Path, kind: str = "cpu") -> None:
         "group": "model",
         "shape": "BERT-base",
         "activation": "gelu",
-        "dtype": tables.MAIN_DTYPE[kind],
+        "dtype": shapes.DTYPES[kind][0],
         "tokens": 512,
         "in_features": 768,
         "hidden_features": 3072,

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import fusedlayers as fl
 from bench import ROOT
 from bench.__main__ import main
 from bench.gpu import check as gpu_check
@@ -44,9 +43,9 @@ def test_what_it_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     command = ["gpu-check", "--out", str(tmp_path / "out")]
     assert main(command) == 2 and "no CUDA device is available to torch" in capsys.readouterr().err
-    assert main([*command, "--fake", "--only", "kernel"]) == 2
+    assert main([*command, "--fake", "--only", "context"]) == 2
     said = capsys.readouterr().err
-    assert "there is no item 'kernel'" in said and "'kernels'" in said and not (tmp_path / "out").exists()
+    assert "there is no item 'context'" in said and "'contexts'" in said and not (tmp_path / "out").exists()
 
 
 def test_it_runs_on_the_fake_driver(tmp_path: Path) -> None:
@@ -67,7 +66,7 @@ def test_it_runs_on_the_fake_driver(tmp_path: Path) -> None:
 def test_killed_at_any_time_it_leaves_what_it_has(tmp_path: Path) -> None:
     for name in ("results.jsonl", "dense.json"):
         (tmp_path / name).write_text("left behind by an earlier run")
-    process = _start(tmp_path, "--fake", "--only", "environment", "--only", "kernels")
+    process = _start(tmp_path, "--fake", "--only", "environment", "--only", "contexts")
     try:
         end = time.monotonic() + 120
         while (tmp_path / "dense.json").exists() or len(_lines(tmp_path)) < 3:
@@ -77,15 +76,15 @@ def test_killed_at_any_time_it_leaves_what_it_has(tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
     lines = _lines(tmp_path)
-    assert [line["item"] for line in lines[:3]] == ["environment", "kernels", "kernels"]
+    assert [line["item"] for line in lines[:3]] == ["environment", "contexts", "contexts"]
     assert "environment: 1 of 1 passed" in (tmp_path / "summary.md").read_text()
 
 
-#: What takes the place of a process that looks at kernels: some pass, one hangs, one crashes, one is wrong.
+#: What takes the place of a process of an item: some pass, one hangs, one crashes, one is wrong.
 _PROGRAM = """
 import json, os, sys, time
 done = json.loads(sys.argv[1])
-def say(**line): print(json.dumps({"item": "kernels", **line}), flush=True)
+def say(**line): print(json.dumps({"item": "contexts", **line}), flush=True)
 print("some words of a library", flush=True)
 for name in ("good", "hangs", "crashes", "wrong", "last"):
     if name in done:
@@ -111,12 +110,12 @@ def test_what_hangs_or_crashes_is_named_and_the_others_run(tmp_path: Path, monke
     monkeypatch.setattr(gpu_check, "_process", process)
     monkeypatch.setattr(gpu_check, "CASE_SECONDS", 1.0)
     check = Check(tmp_path, fake=False)
-    check.run("kernels", 60)
+    check.run("contexts", 60)
     states = {line["case"]: line["state"] for line in _lines(tmp_path)}
     assert states == {"good": "passed", "hangs": "crashed", "crashes": "crashed", "wrong": "failed", "last": "passed"}
     assert not check.passed and [environment[gpu_items.GPU] for environment in environments] == ["real"] * 3
     text = (tmp_path / "summary.md").read_text()
-    assert "- kernels: 2 of 5 passed" in text and "kernels hangs: crashed: hung" in text
+    assert "- contexts: 2 of 5 passed" in text and "contexts hangs: crashed: hung" in text
 
 
 def test_a_command_is_stopped_with_its_children_and_keeps_its_log(
@@ -145,17 +144,3 @@ def test_what_it_runs_exists() -> None:
     assert {name for items in gpu_check.HALVES.values() for name in items} == known
     files = gpu_check.kernel_tests()
     assert len(files) > 3 and all((ROOT / file).exists() for file in files)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the launches are the GPU's")
-def test_kernels_and_contexts_compare_what_they_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CPU in the place of a GPU shows that the cases pass, and that wrong gradients do not."""
-    monkeypatch.setenv(gpu_items.GPU, "real")
-    monkeypatch.setattr(gpu_items, "device", lambda: torch.device("cpu"))
-    monkeypatch.setattr(gpu_items, "REPEATS", 1)
-    cases = [case for case in gpu_items.kernels() if "elu, save" in case.id]
-    assert len(cases) == 2 * 2 * 3 and all(case.run().keys() == {"y", "dz", "db"} for case in cases[:4])
-    bias_act = fl.bias_act
-    monkeypatch.setattr(fl, "bias_act", lambda z, b, name, save: bias_act(z * 1.001, b, name, save=save))
-    with pytest.raises(gpu_items.Wrong, match="errs by"):
-        cases[0].run()

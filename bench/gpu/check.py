@@ -1,8 +1,8 @@
 """``python -m bench gpu-check --out DIR``: everything that needs a GPU, for whoever has one for ten minutes.
 
 Two halves, in order of worth. The first, of five minutes, has whole models: their times, peaks and bits after ``fuse``.
-The second, of nine minutes at most, has CUDA graphs, streams, threads, memory that runs out, each activation's kernels
-and their tests, and the benchmarks of small calls and of layers.
+The second, of nine minutes at most, has CUDA graphs, streams, threads, memory that runs out, the tests of the kernels,
+and the benchmarks of small calls and of layers.
 
 Each item is a process of its own with a time limit. What it finds is appended to ``DIR/results.jsonl`` at once, so that
 whoever stops this loses only the case at hand. A case that fails, hangs or crashes is named there. At the end, and
@@ -35,7 +35,6 @@ import torch
 from fusedlayers.utils import progress
 
 from .. import ROOT
-from ..layers import missed
 from . import items, models
 
 #: Items of this process's own kind: name -> cases.
@@ -44,9 +43,8 @@ ITEMS: dict[str, Callable[[], Iterable[items.Case]]] = {
     "times": models.times,
     "bits": models.bits,
     "contexts": models.contexts,
-    "kernels": items.kernels,
 }
-#: Items that are benchmarks; all but the first are of layers.
+#: Items that are benchmarks.
 MEASURED = ("overhead", "dense", "mlp", "conv")
 _GRACE_SECONDS = 5  # from the polite signal to the one that cannot be refused
 #: A case may take so long; the first of a process compiles, and starts CUDA.
@@ -54,7 +52,7 @@ CASE_SECONDS, FIRST_CASE_SECONDS = 60.0, 120.0
 #: What a half consists of, in order, with the seconds of each: a half stays below nine minutes.
 HALVES = {
     1: {"environment": 15, "times": 195, "bits": 90},
-    2: {"contexts": 60, "kernels": 50, "tests": 130, "overhead": 70, "dense": 45, "mlp": 50, "conv": 45},
+    2: {"contexts": 60, "tests": 130, "overhead": 70, "dense": 45, "mlp": 50, "conv": 45},
 }
 
 
@@ -192,7 +190,7 @@ class Check:
         return environment | {items.GPU: "fake" if self.fake else "real"}
 
     def summary(self) -> str:
-        """What came of it, on one page: each item, everything that did not pass, every target met or missed."""
+        """What came of it, on one page: each item, and everything that did not pass."""
         lines = ["# gpu-check" + (" on the fake driver: nothing was launched" if self.fake else ""), ""]
         versions = next((line for line in self.lines if line.get("case") == "versions"), {})
         if "versions" in versions:
@@ -205,20 +203,9 @@ class Check:
         bad = [line for line in self.lines if line["state"] not in ("passed", "ended")]
         lines += ["", "## What did not pass", ""] if bad else []
         lines += [f"- {line['item']} {line.get('case', '')}: {line['state']}: {line.get('error', '')}" for line in bad]
-        lines += [line for name in MEASURED[1:] for line in self._missed(name)]
         log = self.out / "log.txt"
         tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-15:] if log.exists() else []
         return "\n".join([*lines, "", "## The log's end", "", "```", *tail, "```", ""])
-
-    def _missed(self, name: str) -> Iterator[str]:
-        """Where layers save more than eager PyTorch, or are slower."""
-        path = self.out / f"{name}.json"
-        if self.fake or not path.exists():
-            return
-        result = json.loads(path.read_text(encoding="utf-8"))
-        yield from ("", f"## {name}", "")
-        yield f"{len(result['cases'])} cases measured, {len(result['not_run'])} not reached in time"
-        yield from (f"- MISSED: {finding}" for finding in missed(result))
 
 
 @contextlib.contextmanager

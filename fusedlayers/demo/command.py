@@ -1,17 +1,13 @@
-"""`fusedlayers demo`: its options, and the table and the picture that it shows."""
+"""`fusedlayers demo`: its options, and the table that it prints."""
 
 import argparse
-from collections.abc import Callable
 from dataclasses import replace
-from importlib.util import find_spec
-from pathlib import Path
 
 import torch
 
 from ..utils import progress
 from ..utils.formatting import counted_lines
-from ..utils.report import EAGER, FONT, HERE, INK, legend, new_figure, style
-from .training import Outcome, Settings, compare, seconds_spent, standard_library_bytes
+from .training import Outcome, Settings, compare, standard_library_bytes
 
 #: By device, sizes in which the hidden activations matter. Without a number of steps training ends after 40 seconds: on
 #: a busy machine too, the result is there within a minute.
@@ -20,18 +16,12 @@ DEFAULTS = {
     "cuda": Settings(torch.device("cuda"), torch.bfloat16, 500, batch=32, context=512, width=512, layers=6, seconds=40),
 }
 MIB = 2**20
-COLORS = {"eager": EAGER, "fused": HERE}
 LEGEND = """\
 fused: the same model after fl.fuse(model)
 saved: kept by the forward pass for the backward pass, parameters left out
 peak: most allocated at once in both passes
 time: medians, of steps that take turns and of their ratios; they say little where other processes compute"""
 Outcomes = dict[str, Outcome]
-QUANTITIES: dict[str, Callable[[Outcome], float]] = {
-    "saved MiB": lambda outcome: outcome.saved_bytes / MIB,
-    "peak MiB": lambda outcome: outcome.peak_bytes / MIB,
-    "ms / step": lambda outcome: outcome.step_ms,
-}
 
 
 def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -40,25 +30,20 @@ def register(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "demo",
         help="train a small transformer as it is and after fuse, and compare",
         description="A small causal transformer learns the bytes of Python's standard library, once as it is and once "
-        "after fl.fuse: same weights, same batches. Prints a table of memory, time and loss, and draws it.",
+        "after fl.fuse: same weights, same batches. Prints a table of memory, time and loss.",
     )
     parser.add_argument("--device", choices=DEFAULTS, help="(default: cuda if there is one)")
     steps = "training steps of each variant (without it, as many as take 40 seconds)"
     parser.add_argument("--steps", type=positive, metavar="N", help=steps)
     parser.add_argument("--batch", type=positive, metavar="N", help="excerpts a step (default: 16, with cuda 32)")
-    parser.add_argument("--out", type=Path, default=Path("fusedlayers-demo.png"), help="(default: %(default)s)")
     parser.set_defaults(run=run, error=parser.error)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the demo as the options say."""
-    if find_spec("matplotlib") is None:
-        arguments.error("matplotlib not installed; install with: pip install 'fusedlayers[demo]'")
     has_gpu = torch.cuda.is_available()
     if arguments.device == "cuda" and not has_gpu:
         arguments.error("--device cuda: torch finds no GPU; use --device cpu")
-    if arguments.out.suffix != ".png" or not arguments.out.parent.is_dir():
-        arguments.error(f"--out {arguments.out}: expected a name that ends in .png, in a folder that exists")
     settings = DEFAULTS[arguments.device or ("cuda" if has_gpu else "cpu")]
     settings = replace(settings, batch=arguments.batch or settings.batch)
     if arguments.steps is not None:
@@ -66,13 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         corpus = standard_library_bytes()
         print(describe(settings), flush=True)
-        outcomes = compare(settings, corpus, losses_to(progress.shown(), settings))
+        outcomes = compare(settings, corpus, progress.shown())
         print(*table(outcomes), LEGEND, sep="\n")
-        plot(outcomes, describe(settings), arguments.out)
-        print(f"picture: {arguments.out}")
     except torch.OutOfMemoryError:
         arguments.error(f"ran out of memory on {settings.device}; try a smaller --batch than {settings.batch}")
-    except OSError as error:  # no corpus to read, or no picture to write
+    except OSError as error:  # there is no corpus to read
         arguments.error(str(error))
     return 0
 
@@ -95,47 +78,14 @@ def describe(settings: Settings) -> str:
     )
 
 
-def losses_to(on_stage: progress.OnStage, settings: Settings) -> Callable[[Outcomes], None]:
-    """An `on_step` for `compare`, which says the losses and how far it has come."""
-
-    def on_step(outcomes: Outcomes) -> None:
-        done = len(outcomes["fused"].losses)
-        fused, eager = (outcomes[name].losses[-1] for name in ("fused", "eager"))
-        part = max(done / settings.steps, min(1.0, seconds_spent(outcomes) / settings.seconds))
-        on_stage(f"step {done}: loss {fused:.3f} (eager {eager:.3f})", part)
-
-    return on_step
-
-
 def table(outcomes: Outcomes) -> list[str]:
     """Lay out the figures: a line for each variant, and the ratio of the two."""
-    rows = [(*QUANTITIES, "first loss", "last loss", "")]
+    rows: list[tuple[str, ...]] = [("saved MiB", "peak MiB", "ms / step", "first loss", "last loss", "")]
     for name, outcome in outcomes.items():
-        numbers = [f"{quantity(outcome):.2f}" for quantity in QUANTITIES.values()]
-        rows.append((*numbers, f"{outcome.losses[0]:.4f}", f"{outcome.losses[-1]:.4f}", name))
+        numbers = outcome.saved_bytes / MIB, outcome.peak_bytes / MIB, outcome.step_ms
+        losses = outcome.losses[0], outcome.losses[-1]
+        rows.append((*(f"{number:.2f}" for number in numbers), *(f"{loss:.4f}" for loss in losses), name))
     eager, fused = outcomes["eager"], outcomes["fused"]
     ratios = fused.saved_bytes / eager.saved_bytes, fused.peak_bytes / eager.peak_bytes, fused.step_ratio(eager)
     rows.append((*(f"{ratio:.2f}" for ratio in ratios), "", "", "fused / eager"))
     return list(counted_lines(rows, numbers=5))
-
-
-def plot(outcomes: Outcomes, title: str, path: Path) -> None:
-    """Draw loss curves, and bars of memory and time, to a PNG file; matplotlib's global state stays as it is."""
-    figure = new_figure("demo", 4, title)
-    losses, bars = figure.subplots(1, 2)
-    eager = [quantity(outcomes["eager"]) for quantity in QUANTITIES.values()]
-    for (name, outcome), width, offset in zip(outcomes.items(), (5, 1.2), (-0.2, 0.2), strict=True):
-        steps = range(1, len(outcome.losses) + 1)  # the curves coincide, so the first is drawn wide, below the other
-        losses.plot(steps, outcome.losses, color=COLORS[name], linewidth=width, label=name)
-        values = [quantity(outcome) for quantity in QUANTITIES.values()]
-        places = [place + offset for place in range(len(values))]
-        drawn = bars.bar(places, [new / old for new, old in zip(values, eager, strict=True)], 0.38, color=COLORS[name])
-        bars.bar_label(drawn, [f"{value:.1f}" for value in values], padding=2, fontsize=FONT, color=INK)
-    differences = [abs(a - b) for a, b in zip(*(outcome.losses for outcome in outcomes.values()), strict=True)]
-    difference = f"Loss (they differ by at most {max(differences):.1g})"
-    style(losses, title=difference, xlabel="training step", ylabel="nats per byte")
-    legend(losses)
-    style(bars, title="Memory and time, eager as 1", ylabel="fused / eager")
-    bars.set_xticks(range(len(eager)), list(QUANTITIES))
-    bars.margins(y=0.12)
-    figure.savefig(path)

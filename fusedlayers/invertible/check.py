@@ -44,7 +44,7 @@ class CheckRow:
 
     @property
     def label(self) -> str:
-        """For people."""
+        """The module's name and class, as the table shows them."""
         return f"{self.name} ({self.kind})" if self.name else self.kind
 
 

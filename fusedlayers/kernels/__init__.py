@@ -3,12 +3,12 @@
 import functools
 import importlib.util
 import logging
-import os
 
 from torch import Tensor, float64
 
 from ..activations import Activation
 from . import cpu, reference
+from .cpu.build import is_off
 from .interface import Backend, GradientRequest
 
 __all__ = ["DEVICES", "VARIABLE", "Backend", "GradientRequest", "choose", "kernels_are_off", "no_triton_because"]
@@ -54,10 +54,7 @@ def kernels_are_off() -> bool:
     Raises:
         ValueError: it says neither "on" nor "off".
     """
-    value = os.environ.get(VARIABLE, "").lower() or "on"
-    if value not in ("on", "off"):
-        raise ValueError(f"{VARIABLE}: got {value!r}, expected 'on' or 'off'")
-    return value == "off"
+    return is_off(VARIABLE)
 
 
 @functools.cache

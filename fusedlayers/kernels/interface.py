@@ -84,10 +84,6 @@ class Backend(Protocol):
         Layouts as for ``gate``."""
         ...
 
-    def inverse(self, y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
-        """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
-        ...
-
     #: How many hidden bytes a chunk of a block's rows has, at least; a block that recomputes nothing is one chunk then.
     #: 0 where small chunks are as fast as large ones.
     CHUNK_BYTES: int

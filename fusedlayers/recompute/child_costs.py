@@ -25,9 +25,8 @@ from ..utils.storages import sizes_of, tensors_in
 from .recompute import products
 
 #: How many operations a device does in a product while it moves a byte, about: 200 GFLOP/s and 13 GB/s of four cores,
-#: 400 TFLOP/s (TF32) and 3 TB/s of an H100.
-OPERATIONS_PER_BYTE = {"cpu": 16.0}
-OPERATIONS_PER_BYTE_ELSEWHERE = 128.0
+#: 400 TFLOP/s (TF32) and 3 TB/s of an H100, as which all other devices count.
+OPERATIONS_PER_BYTE = {"cpu": 16.0, "cuda": 128.0}
 
 
 class ChildCosts(NamedTuple):
@@ -147,8 +146,7 @@ class _Costs(TorchDispatchMode):
         if packet in products():
             found = list(tensors_in(result))
             self.results += [(tensor, tensor._version) for tensor in found]
-            kind = found[0].device.type if found else "cpu"
-            per_byte = OPERATIONS_PER_BYTE.get(kind, OPERATIONS_PER_BYTE_ELSEWHERE)
+            per_byte = OPERATIONS_PER_BYTE["cpu" if not found or found[0].is_cpu else "cuda"]
             self.of_products += _bytes_moved(args, result) + _operations(packet, args, kwargs or {}, result) / per_byte
         elif not getattr(func, "is_view", False):
             self.of_others += _bytes_moved(args, result)

@@ -5,10 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from ..activations.free_variables import find_variables
 from ..calls.decide import describe
 from ..calls.sizes import SMALL_BYTES
 from ..calls.tracers import with_operands
-from ..derivative.features import Fold, value_and_slope
+from ..derivative.features import value_and_slope
 from ..functional import bias_act
 from ..memory import saved_bytes
 from ..nn.layer import CONV_TYPES, LINEAR_TYPES, WithActivation
@@ -27,23 +25,17 @@ from ..nn.mlp import FusedBlock, FusedGatedMLP
 from ..recipes.patch import patch_of, patches_of
 from ..utils.caching import in_clean_state
 from ..utils.formatting import counted_lines, path_text
-from ..utils.report import INK, ORANGE, WINE, DrawnReport, NothingToDrawError, Report, legend, new_figure, style
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+from ..utils.report import Report
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _HEADER = ("", "a layer keeps", "bytes: eager", "here", "rms error: eager", "here", "largest: eager", "here")
-#: Of the picture: inches, and characters of a title's line.
-HEIGHT, CHARACTERS = 3.6, 118
 #: Inputs that derivatives are compared on: fewer of 16 bits would be left to PyTorch.
 COUNT = SMALL_BYTES // 2
 
 
 @dataclass(frozen=True)
-class Explanation(DrawnReport):
-    """The report on an activation or a layer. ``str()`` is a table, ``plot(path)`` a picture.
+class Explanation(Report):
+    """The report on an activation or a layer. ``str()`` is a table.
 
     Attributes:
         name: of the activation.
@@ -54,8 +46,6 @@ class Explanation(DrawnReport):
         saved_bytes: kept for each element between two layers, by dtype: (eager, here).
         accuracy: of the derivative, by dtype.
         layer: the layer's or block's own description; empty for an activation.
-        fold: where the function turns, if the saved output carries the branch.
-        samples: the values that the picture shows, in float32.
     """
 
     name: str
@@ -65,8 +55,6 @@ class Explanation(DrawnReport):
     saved_bytes: Mapping[str, tuple[float, float]]
     accuracy: Mapping[str, Accuracy]
     layer: str = ""
-    fold: Fold | None = field(repr=False, default=None)
-    samples: Samples | None = field(repr=False, default=None)
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -99,44 +87,6 @@ class Explanation(DrawnReport):
         if self.kind == "fallback" or self.saves[dtype].startswith("not fused"):
             return "what PyTorch does"
         return self.saves[dtype].partition(":")[0].partition(" (")[0].removeprefix("saves ")
-
-    def figure(self) -> Figure:
-        """The function, and its derivative over the output.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: PyTorch computes the function, or it raises an error.
-        """
-        if self.kind == "fallback" or self.samples is None:
-            why = "is left to PyTorch" if self.kind == "fallback" else "or its derivative raises an error"
-            raise NothingToDrawError(f"explain: {self.name} {why}, so that there is nothing to draw")
-        kept = {dtype: saves.partition(":")[0] for dtype, saves in self.saves.items()}
-        most, *others = dict.fromkeys(kept.values())
-        title = f"{self.name} {most}"
-        for other in others:
-            title += f", in {' and '.join(dtype for dtype in kept if kept[dtype] == other)} {other}"
-        lines = [line for text in (title, self.reason) for line in textwrap.wrap(text, CHARACTERS)]
-        figure = new_figure("explain", HEIGHT, "\n".join(lines))
-        self._draw(self.samples, *figure.subplots(1, 2))
-        return figure
-
-    def _draw(self, samples: Samples, axes: Axes, over_output: Axes) -> None:
-        """The function and its derivative over the input, and the derivative over the output. Branches have colours."""
-        z, y, slope = samples
-        is_saved = self.saves["float32"].startswith("saves the output")
-        title = f"f' over the output{': one value for each' if is_saved else ' (not saved)'}"
-        branches = [(torch.ones_like(z, dtype=torch.bool), WINE, "")]
-        if self.fold is not None:
-            title, marked = "f' over the output: the last bit is the branch", self.fold.marks(z)
-            branches = [(marked, ORANGE, ", last bit 1"), (~marked, WINE, ", last bit 0")]
-            over_output.axvline(self.fold.extremum, color=INK, lw=0.8, ls=":")
-        for where, color, branch in branches:
-            axes.plot(z[where], y[where], color=color, label=f"f{branch}")
-            axes.plot(z[where], slope[where], "--", color=color, label=f"f'{branch}")
-            over_output.plot(y[where], slope[where], "--", color=color)
-        style(axes, title="Function f and derivative f'", xlabel="input z")
-        legend(axes)
-        style(over_output, title=title, xlabel="output y = f(z)", ylabel="f'")
 
 
 @dataclass(frozen=True)
@@ -203,8 +153,6 @@ def explain(activation: object) -> Explanation | ModelExplanation:
         bytes_,
         accuracy if kind != "fallback" else {},
         "" if layer is None else _description_of(layer),
-        None if subject.keeps_input else record.fold,
-        subject.samples,
     )
 
 
@@ -268,14 +216,6 @@ class Accuracy:
     eager_largest: float
 
 
-class Samples(NamedTuple):
-    """Of one channel, in the order of the inputs z: outputs and derivatives, in float64."""
-
-    z: Tensor
-    y: Tensor
-    slope: Tensor
-
-
 class Subject:
     """An activation, alone or as a layer has it.
 
@@ -283,10 +223,7 @@ class Subject:
         record: the activation, as a layer in float32 uses it.
         layer: the layer, or None.
         keeps_input: whether the derivative is evaluated from the input, which is kept or computed again.
-        samples: the values measured in float32, once they are, where as many elements are returned.
     """
-
-    samples: Samples | None = None
 
     def __init__(self, activation: Activation, layer: WithActivation | None) -> None:
         self._activation, self.layer = activation, layer
@@ -339,17 +276,12 @@ class Subject:
             save = "input"  # as has the derivative of the block
         here = functools.partial(bias_act, bias=None, activation=activation, save=save)
 
-        y, exact = value_and_slope(exact_function, z.double())
+        _, exact = value_and_slope(exact_function, z.double())
         errors = [(value_and_slope(f, z)[1].double() - exact).abs() for f in (here, function)]
         real = exact.isfinite()  # elsewhere there is nothing to compare with
         scale = float(exact[real].norm()) or 1.0
         ours, eager = ((float(error[real].norm()) / scale, float(error[real].max())) for error in errors)
 
-        if y.shape == z.shape and dtype is torch.float32:
-            channel = next((dim for dim in self.record.operand_dims if dim is not None), -1)
-            first = [values.movedim(channel, -1).flatten(0, -2)[:, 0] for values in (z.double(), y, exact)]
-            order = first[0].argsort()
-            self.samples = Samples(*(values[order] for values in first))
         if isinstance(self.layer, FusedBlock):
             sizes = _bytes_of_block(self.layer, function, activation, z)
         else:

@@ -7,11 +7,14 @@ with the numbers that autograd gave them: they say what the peak is, and what ra
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from os import PathLike
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,7 +28,7 @@ from ..utils.example import arguments_from, check_instance
 from ..utils.formatting import counted_lines, path_text, pattern_of, shortened, size_text, unit_for
 from ..utils.module_state import isolated_gradients, unchanged
 from ..utils.module_tracker import ModuleTracker
-from ..utils.report import FONT, HERE, INK, DrawnReport, NothingToDrawError, new_figure, style
+from ..utils.report import Report
 from ..utils.step import Step, tensors_of
 from ..utils.storages import sizes_of, strided_parts
 
@@ -41,8 +44,9 @@ _INNER = ("aten::empty", "aten::resize", "autograd::")
 
 
 @dataclass(frozen=True)
-class MemoryReport(DrawnReport):
-    """The report of ``memory_report``. ``str()`` is a table, ``plot(path)`` a picture.
+class MemoryReport(Report):
+    """The report of ``memory_report``. ``str()`` is a table, ``plot(path)`` a picture. A notebook shows both; without
+    matplotlib, the table.
 
     Attributes:
         name: of the model's class, or of the function.
@@ -72,30 +76,47 @@ class MemoryReport(DrawnReport):
         return super().to_dict() | {"saved_bytes": self.saved_bytes}
 
     def figure(self) -> Figure:
-        """A bar for each of the largest lines of the table.
+        """A bar for each of the largest lines of the table, as a matplotlib figure that belongs to no window.
 
         Raises:
             ImportError: matplotlib is not installed.
             ValueError: nothing is saved.
         """
         if not self.saved_bytes:
-            raise NothingToDrawError(
-                f"memory_report: {self.name} saves nothing for backward, so that there is nothing to draw"
-            )
+            raise ValueError(f"memory_report: {self.name} saves nothing for backward, so that there is nothing to draw")
+        try:
+            from matplotlib.figure import Figure  # not pyplot, which would choose a window system
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                "memory_report: a plot needs matplotlib, which is not installed: pip install 'fusedlayers[demo]'"
+            ) from error
         entries = entries_of(self.rows, self.name)[:BARS]
         saved = f"{size_text(self.saved_bytes)} saved for backward, by module and operation"
-        title = f"{self.name} on {self.device}: {saved}\n{self._peak()}"
-        figure = new_figure("memory_report", 1 + 0.25 * len(entries), title)
+        figure = Figure((9, 1 + 0.25 * len(entries)), dpi=150, facecolor="white", layout="constrained")
+        figure.suptitle(f"{self.name} on {self.device}: {saved}\n{self._peak()}", x=0.01, ha="left", fontsize=10)
         axes = figure.subplots()
-        drawn = axes.barh(range(len(entries)), [entry.bytes for entry in entries], color=HERE)
-        axes.bar_label(drawn, [size_text(entry.bytes) for entry in entries], padding=3, fontsize=FONT, color=INK)
-        style(axes)
-        axes.set_yticks(range(len(entries)), [shortened(f"{e.modules}: {e.operation}", 60) for e in entries])
-        axes.grid(False)
+        bars = axes.barh(range(len(entries)), [entry.bytes for entry in entries], color="#2166ac")
+        axes.bar_label(bars, [size_text(entry.bytes) for entry in entries], padding=3, fontsize=8)
+        labels = [shortened(f"{entry.modules}: {entry.operation}", 60) for entry in entries]
+        axes.set_yticks(range(len(entries)), labels, fontsize=8)
         axes.set_xticks([])  # each bar states its value
+        axes.spines[["top", "right"]].set_visible(False)
         axes.margins(x=0.1)
         axes.invert_yaxis()
         return figure
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Write ``figure()`` into a file, whose suffix says the format. Raises what ``figure`` raises."""
+        self.figure().savefig(path)
+
+    def _repr_html_(self) -> str:
+        table, image = super()._repr_html_(), io.BytesIO()
+        try:
+            self.figure().savefig(image, format="png")
+        except (ImportError, ValueError):
+            return table
+        source = f"data:image/png;base64,{base64.b64encode(image.getvalue()).decode()}"
+        return f'{table}<img src="{source}" style="max-width: 100%; width: 900px">'
 
     def _peak(self) -> str:
         share = 100 * self.saved_bytes / max(self.peak_bytes, 1)  # what backward had freed by then counts too

@@ -3,6 +3,7 @@
 import functools
 import threading
 from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -39,20 +40,7 @@ def in_clean_state(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        result: list[R] = []
-        failure: list[BaseException] = []
-
-        def target() -> None:
-            try:
-                result.append(function(*args, **kwargs))
-            except BaseException as error:  # re-raised below, on the caller's thread
-                failure.append(error)
-
-        thread = threading.Thread(target=target, name="fusedlayers-constants")
-        thread.start()
-        thread.join()
-        if failure:
-            raise failure[0]
-        return result[0]
+        with ThreadPoolExecutor(1, "fusedlayers-constants") as thread:
+            return thread.submit(function, *args, **kwargs).result()
 
     return run

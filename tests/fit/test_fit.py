@@ -453,7 +453,7 @@ def test_the_report() -> None:
 
 
 def test_the_benchmark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    small = bench.Case("small/float32", MODELS["transformer"], "layers")
+    small = bench.Case("small/float32", MODELS["transformer"], ("layers",))
     monkeypatch.setattr(bench, "CASES", (small,))
     assert bench_main(["fit", "--quick", "--out", str(tmp_path)]) == 0
     assert ": eager 100.0% 1.00x | checkpoint " in capsys.readouterr().out

@@ -129,11 +129,3 @@ def test_errors(activation: str) -> None:
         # Other random numbers from the same distribution.
         assert 0.8 * float(error) <= errors.rms <= 1.25 * float(error)
         assert errors.rms <= errors.largest / float(exact.square().mean().sqrt())
-
-
-# --- pictures ---------------------------------------------------------------------------------------------------------
-
-
-def test_what_has_no_picture_says_why() -> None:
-    with pytest.raises(ValueError, match="Softmax is left to PyTorch, so that there is nothing to draw"):
-        fl.explain(nn.Softmax(-1)).figure()

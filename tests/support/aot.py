@@ -19,7 +19,7 @@ import json
 import sys
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ sys.path.append(str(Path(__file__).parents[2]))
 from literature import PUBLISHED
 
 from bench import elementwise_recipe, machine_code
-from bench.recipe import TARGETS
+from bench.elementwise_recipe import TARGETS
 from bench.reference import CUSTOM_ACTIVATIONS
 
 #: What users bring, for tensors of these shapes: with a parameter for each channel, with one to ten for all, and with
@@ -69,14 +69,13 @@ def compile_kernel(
     target: str, activation: Activation, kernel: str, dtype: torch.dtype, bias: str = "column", index: Any = tl.int32
 ) -> dict[str, Any]:
     """What a kernel occupies, and how many accesses to global memory there are: wide ones of 16 bytes a thread, narrow
-    ones of fewer, and the wide ones that it takes to read and write the tensors once.
+    ones of fewer (NVIDIA's alone), and the wide ones that it takes to read and write the tensors once.
 
     ``custom`` says whether the activation is none of the table's, ``operands`` how many other tensors it reads, whose
     loads are narrow.
     """
-    recipe = elementwise_recipe.recipe(kernel, activation, dtype, target, bias, index)
+    recipe = elementwise_recipe.recipe(kernel, activation, dtype, bias, index)
     compiled = recipe.compile(target)
-    accesses = machine_code.accesses(compiled)
     _, tensors_read = elementwise_recipe.KERNELS[kernel]
     tile_bytes = recipe.constants["ROWS"] * recipe.constants["COLUMNS"] * dtype.itemsize
     wide = tile_bytes // (16 * tiles.THREADS)
@@ -87,10 +86,8 @@ def compile_kernel(
         "dtype": str(dtype).removeprefix("torch."),
         "bias": recipe.constants.get("AXIS", "none"),
         "index": str(index),
-        **asdict(machine_code.resources(compiled)),
-        **{f"global_{name}": widths for name, widths in asdict(accesses).items()},
-        **_by_width("loads", accesses.loads),
-        **_by_width("stores", accesses.stores),
+        **machine_code.resources(compiled),
+        **_accesses(compiled),
         "least_wide_loads": tensors_read * wide,
         "least_wide_stores": wide * (2 if kernel == "gate_gradient" else 1),
         "custom": activation.is_traced,
@@ -98,15 +95,17 @@ def compile_kernel(
     }
 
 
-def _by_width(what: str, counts: dict[int, int]) -> dict[str, int]:
-    wide = sum(count for size_bytes, count in counts.items() if size_bytes >= 16)
-    return {f"wide_{what}": wide, f"narrow_{what}": sum(counts.values()) - wide}
+def _accesses(compiled: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if "ptx" in compiled.asm:
+        for what, counts in zip(("loads", "stores"), machine_code.accesses(compiled.asm["ptx"]), strict=True):
+            wide = sum(count for size_bytes, count in counts.items() if size_bytes >= 16)
+            found |= {f"global_{what}": counts, f"wide_{what}": wide, f"narrow_{what}": sum(counts.values()) - wide}
+    return found
 
 
 def reports_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
     """An object per kernel."""
-    if arguments[:1] == ["instructions"]:
-        return [_instructions(*case.split("/")) for case in arguments[1:]]
     parser = argparse.ArgumentParser(description="Compile the elementwise kernels ahead of time.")
     parser.add_argument("target", choices=TARGETS)
     parser.add_argument("case", nargs="*", help="name/dtype/bias/index/kernels (default: */bfloat16/column/int32/*)")
@@ -122,20 +121,6 @@ def reports_of(arguments: Sequence[str]) -> list[dict[str, Any]]:
                 compile_kernel(options.target, activation, kernel, getattr(torch, dtype), bias, getattr(tl, index))
             )
     return reports
-
-
-def _instructions(target: str, name: str, kernel: str, dtype: str, bias: str) -> dict[str, Any]:
-    """The instructions for each element: what a thread has more of where it has twice as many elements."""
-    counts = []
-    tile = tiles.TILE
-    for factor in (1, 2):
-        tiles.TILE = factor * tile
-        try:
-            recipe = elementwise_recipe.recipe(kernel, resolve(name), getattr(torch, dtype), target, bias)
-        finally:
-            tiles.TILE = tile
-        counts.append(machine_code.instructions(recipe.compile(target)))
-    return {"case": f"{name} {kernel} {bias}", "instructions": (counts[1] - counts[0]) * tiles.THREADS / tile}
 
 
 def serve() -> None:

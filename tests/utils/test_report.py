@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import fusedlayers as fl
-from fusedlayers.utils.report import DrawnReport, Report
+from fusedlayers.reports.memory_report import MemoryReport
+from fusedlayers.utils.report import Report
 
 
 def model() -> nn.Module:
@@ -38,20 +39,18 @@ def test_notebooks_show_tables_and_pictures() -> None:
         shown = report._repr_html_()
         table, image = re.fullmatch(r"<pre>(.*?)</pre>(<img .*>)?", shown, re.DOTALL).groups()  # type: ignore[union-attr]
         assert table.splitlines()[0] == str(report).splitlines()[0]
-        assert (image is not None) == isinstance(report, DrawnReport), type(report)
+        assert (image is not None) == isinstance(report, MemoryReport), type(report)
         if image is not None:
             assert base64.b64decode(re.search(r"base64,([^\"]*)", image)[1]).startswith(b"\x89PNG")  # type: ignore[index]
 
 
 def test_what_has_no_picture_is_shown_as_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for report in (
-        fl.explain(lambda z: z.no_such_method()),
-        fl.memory_report(lambda x: x.sum(), torch.ones(3, requires_grad=True)),
-    ):
-        assert isinstance(report, DrawnReport) and "<img" not in report._repr_html_()
-        assert "&lt;lambda&gt;" in report._repr_html_()
-    relu: Any = fl.explain("relu")
+    nothing = fl.memory_report(lambda x: x.sum(), torch.ones(3, requires_grad=True))
+    assert "<img" not in nothing._repr_html_() and "&lt;lambda&gt;" in nothing._repr_html_()
+    report = fl.memory_report(model(), torch.randn(64, 32))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    assert "<img" not in relu._repr_html_()
-    with pytest.raises(ImportError, match=r"explain: a plot needs matplotlib, .* pip install 'fusedlayers\[demo\]'"):
-        relu.plot(tmp_path / "picture.png")
+    assert "<img" not in report._repr_html_()
+    with pytest.raises(
+        ImportError, match=r"memory_report: a plot needs matplotlib, .* pip install 'fusedlayers\[demo\]'"
+    ):
+        report.plot(tmp_path / "picture.png")

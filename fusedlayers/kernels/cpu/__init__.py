@@ -6,10 +6,10 @@ from ...activations import Activation
 from .. import reference
 from ..reference import ADDS_BIAS, CHUNK_BYTES, computes
 from . import build
-from .elementwise import bias_act, gate, gate_gradient, gradient, gradient_kernel, inverse
+from .elementwise import bias_act, gate, gate_gradient, gradient, gradient_kernel
 
 __all__ = [
-    "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "gate", "gate_gradient", "gradient", "inverse", "slow_because",
+    "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "gate", "gate_gradient", "gradient", "slow_because",
 ]  # fmt: skip
 
 

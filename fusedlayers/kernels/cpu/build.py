@@ -17,7 +17,6 @@ import shlex
 import shutil
 import stat
 import subprocess
-import sys
 import tempfile
 import threading
 import warnings
@@ -27,12 +26,11 @@ import torch
 
 #: Of the environment: whether there are to be loops.
 VARIABLE = "FUSEDLAYERS_CPU_LOOPS"
-_ON, _OFF = ("on", "1", "yes", "true"), ("off", "0", "no", "false")
 SWITCHED_OFF = f"{VARIABLE} switches the compiled loops off"
 NO_COMPILER = "there is no C compiler to build the loops with"
 SOURCE = Path(__file__).with_name("loops.c")
 #: Not -ffast-math: a library built with it makes the processor flush subnormal numbers, in torch's arithmetic too.
-OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+OPTIONS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC", "-fopenmp")
 #: How compilers are told to use all that this processor has; tried in turn.
 NATIVE = ("-march=native",), ("-mcpu=native",), ()
 TIMEOUT_SECONDS = 60
@@ -54,7 +52,7 @@ def missing_because(*, may_build: bool = True) -> str | None:
     build them."""
     if may_build or _find.cache_info().currsize:
         return _found()[1]
-    if are_switched_off():
+    if is_off(VARIABLE):
         return SWITCHED_OFF
     return NO_COMPILER if find_compiler() is None else None
 
@@ -69,7 +67,7 @@ def _found() -> tuple[ctypes.CDLL | None, str | None]:
 
 @functools.cache
 def _find() -> tuple[ctypes.CDLL | None, str | None]:
-    if are_switched_off():
+    if is_off(VARIABLE):
         return None, SWITCHED_OFF
     compiler = find_compiler()
     if compiler is None:
@@ -89,16 +87,16 @@ def _find() -> tuple[ctypes.CDLL | None, str | None]:
         return None, f"the loops could not be built with {compiler[0]}"
 
 
-def are_switched_off() -> bool:
-    """Whether the environment says that no loop runs.
+def is_off(variable: str) -> bool:
+    """Whether a variable of the environment says "off".
 
     Raises:
-        ValueError: it says something else than on or off.
+        ValueError: it says neither "on" nor "off".
     """
-    value = os.environ.get(VARIABLE, "").lower()
-    if value not in ("", *_ON, *_OFF):
-        raise ValueError(f"{VARIABLE}: got {value!r}, expected 'on' or 'off'")
-    return value in _OFF
+    value = os.environ.get(variable, "").lower() or "on"
+    if value not in ("on", "off"):
+        raise ValueError(f"{variable}: got {value!r}, expected 'on' or 'off'")
+    return value == "off"
 
 
 def find_compiler() -> list[str] | None:
@@ -145,16 +143,13 @@ def _is_whole(path: Path) -> bool:
 
 def cache_folders() -> tuple[Path, Path]:
     """Where the library may be kept, tried in turn."""
-    user = getattr(os, "getuid", lambda: "user")()
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(cache) / "fusedlayers", Path(tempfile.gettempdir()) / f"fusedlayers-{user}"
+    return Path(cache) / "fusedlayers", Path(tempfile.gettempdir()) / f"fusedlayers-{os.getuid()}"
 
 
 def _made(folder: Path) -> bool:
     """Make a folder, and return whether nobody else can put code there."""
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    if not hasattr(os, "getuid"):
-        return True
     found = folder.stat()
     return found.st_uid == os.getuid() and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
@@ -168,7 +163,7 @@ def version_of(compiler: list[str]) -> str:
 def _hash(compiler: list[str]) -> str:
     version = version_of(compiler)
     features = sorted((k, v) for k, v in torch.cpu.get_capabilities().items() if isinstance(v, (bool, str)))
-    parts = SOURCE.read_text(), compiler, version, OPTIONS, NATIVE, features, sys.platform, torch.__version__
+    parts = SOURCE.read_text(), compiler, version, OPTIONS, NATIVE, features, torch.__version__
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
@@ -178,7 +173,7 @@ def _build(compiler: list[str], path: Path) -> None:
     os.close(handle)
     try:
         for options in NATIVE:
-            command = [*compiler, *OPTIONS, *options, *_openmp(), "-o", scratch, str(SOURCE)]
+            command = [*compiler, *OPTIONS, *options, "-o", scratch, str(SOURCE)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
             if done.returncode == 0:
                 break
@@ -190,12 +185,3 @@ def _build(compiler: list[str], path: Path) -> None:
     finally:
         if os.path.exists(scratch):
             os.unlink(scratch)
-
-
-def _openmp() -> list[str]:
-    """Options for threads, which are then those of torch's own OpenMP library."""
-    if sys.platform == "darwin":
-        # Apple's compiler has no OpenMP library of its own; torch carries one.
-        folder = Path(torch.__file__).parent / "lib"
-        return ["-Xclang", "-fopenmp", f"-L{folder}", "-lomp", f"-Wl,-rpath,{folder}"]
-    return ["-fopenmp"]

@@ -25,7 +25,7 @@ from ..interface import GradientRequest
 from ..reference.chunks import by_rows
 from . import loops
 from .loops import Kernel
-from .value_tables import FoldTable, derivative_table, inverse_table
+from .value_tables import FoldTable, derivative_table
 
 #: Kernels cached for each direction. Those of 16-bit dtypes hold a table of 128 or 256 KiB, and an activation whose
 #: parameter changes from step to step has one for each value.
@@ -52,8 +52,7 @@ def bias_act(
     encode: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
-    format; b, and operands of more than one element, run along ``dim``."""
+    """``Backend.bias_act`` by the compiled loops."""
     kernel = forward_kernel(activation, z.dtype, encode)
     if kernel is None or not z.numel():
         return reference.bias_act(
@@ -76,7 +75,7 @@ def bias_act(
 def gradient(
     dy: Tensor, saved: Tensor, activation: Activation, operands: Sequence[Tensor], request: GradientRequest, *, dim: int
 ) -> tuple[Tensor | None, ...]:
-    """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
+    """``Backend.gradient`` by the compiled loops."""
     kernel = gradient_kernel(activation, saved.dtype, request.saved)
     if kernel is None or not saved.numel() or not is_plain(dy):
         return reference.gradient(dy, saved, activation, operands, request, dim=dim)
@@ -91,7 +90,7 @@ def gradient(
 
 
 def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
+    """``Backend.gate`` by the compiled loops."""
     kernel = gate_kernel(activation, z.dtype, gradient=False)
     if kernel is None or not z.numel():
         return reference.gate(z, up, activation, operands, out)
@@ -111,8 +110,7 @@ def gate_gradient(
     needs: tuple[bool, ...],
     out: tuple[Tensor, Tensor] | None = None,
 ) -> Sequence[Tensor | None]:
-    """Write the gradients of z and up into ``out``, or else over these and over dy; return those of the operands, with
-    which all are contiguous."""
+    """``Backend.gate_gradient`` by the compiled loops."""
     kernel = gate_kernel(activation, z.dtype, gradient=True)
     if kernel is None or not z.numel() or not is_plain(dy):
         return reference.gate_gradient(dy, z, up, activation, operands, needs, out)
@@ -122,18 +120,6 @@ def gate_gradient(
     else:
         by_rows(lambda *tensors: loops.gate_gradient(kernel, *tensors), (dy, z, up), results)
     return ()
-
-
-def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
-    """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
-    table = inverse_table(activation) if y.dtype is torch.float32 and loops.serve(y.dtype) else None
-    if table is None:
-        return reference.inverse(y, activation, out)
-    z = out if out is not None and is_dense(out) else torch.empty_like(y)
-    if not (is_dense(y) and y.stride() == z.stride()):
-        y = torch.empty_like(z).copy_(y)
-    loops.invert(_inverse_kernel(table), y, z)
-    return z if out is None or z is out else out.copy_(z)
 
 
 def _encode_chunks(z: Tensor, y: Tensor, activation: Activation, kernel: Kernel) -> None:
@@ -211,11 +197,6 @@ def gate_kernel(activation: Activation, dtype: torch.dtype, *, gradient: bool) -
         slopes = _slopes(activation, dtype, "input") if gradient else None
         return Kernel(dtype, outputs=_outputs(activation, dtype), slopes=slopes)
     return None if function is None else Kernel(dtype, function)
-
-
-@functools.lru_cache(KERNELS)
-def _inverse_kernel(table: FoldTable) -> Kernel:
-    return Kernel(torch.float32, inverse=table)
 
 
 # --- tables of all 16-bit values --------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ typedef struct { int32_t is_folded; float position; } mark;
 typedef struct { float high, low, sign; } side;
 typedef struct { float rises, middle, at_middle; side lower, upper; const float *cubics; } table;
 
-/* A function of float32 outputs around a minimum (value_tables.py): the derivative, or the input less the output. */
+/* A function of float32 outputs around a minimum (value_tables.py): the derivative. */
 typedef struct {
   float origin_high, origin_low, nearest, tail, down;
   const float *cubics;
@@ -54,7 +54,7 @@ typedef struct {
   int32_t is_from_output; /* whether the derivative is the function's, by a formula from outputs */
   mark mark;
   table table;
-  fold_table slope, inverse;
+  fold_table slope;
   const uint16_t *values; /* 16 bits: the stored output for every input */
   const float *outputs;   /* 16 bits: the same, neither marked nor rounded */
   const float *slopes;    /* 16 bits: the derivative for every saved number, or NULL: by the function */
@@ -420,11 +420,6 @@ static void look_up_fold(const fold_table *t, const float *y, float *found) {
   cubics_at(t->cubics, index, place, found);
 }
 
-static void invert(const kernel *k, const float *y, float *z) {
-  look_up_fold(&k->inverse, y, z);
-  EACH z[i] += y[i];
-}
-
 /* The derivative of hardswish from y = z (z + 3) / 6, a parabola between its kinks: with d, the distance from its
    minimum less what the mark moves outputs by (``FoldedDerivative.margin``), (2z + 3) / 6 = sqrt(2d / 3). Of z <= -3 it
    is -0. */
@@ -562,14 +557,6 @@ static void encode_step(const pass *p, int64_t at, int n, const channels *c) {
   const float *z = block_of(p->in[0], at, n, 4, x), *of_z = block_of(p->in[1], at, n, 4, y), position = p->k->mark.position;
   EACH out[i] = marked(z[i], of_z[i], position);
   put(p->out[0], at, n, 4, out);
-}
-
-/* in: y. */
-static void inverse_step(const pass *p, int64_t at, int n, const channels *c) {
-  float y[BLOCK], z[BLOCK];
-  if (p->in[0] != p->out[0]) fetch(p->out[0], at, 4);
-  invert(p->k, block_of(p->in[0], at, n, 4, y), z);
-  put(p->out[0], at, n, 4, z);
 }
 
 /* The activation of z and its derivative. */
@@ -758,11 +745,6 @@ int forward(const kernel *k, const void *z, const float *bias, const void *resid
 int encode_outputs(const kernel *k, const void *z, const void *y, void *out, const layout *l) {
   pass p = {.k = k, .in = {z, y}, .out = {out}};
   return walk(&p, encode_step, l, NULL);
-}
-
-int invert_outputs(const kernel *k, const void *y, void *z, const layout *l) {
-  pass p = {.k = k, .in = {y}, .out = {z}};
-  return walk(&p, inverse_step, l, NULL);
 }
 
 int gradient(const kernel *k, const void *dy, const void *saved, void *dz, void *db, const layout *l) {

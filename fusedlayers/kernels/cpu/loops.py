@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -75,7 +74,6 @@ class _Kernel(ctypes.Structure):
         ("mark", _Mark),
         ("table", _Table),
         ("slope", _FoldTable),
-        ("inverse", _FoldTable),
         *((name, c_void_p) for name in ("values", "outputs", "slopes")),
         ("normal", _Normal),
     )
@@ -99,7 +97,6 @@ class Kernel:
         fold: Fold | None = None,
         table: MonotoneTable | None = None,
         slope: FoldTable | None = None,
-        inverse: FoldTable | None = None,
         values: Tensor | None = None,
         outputs: Tensor | None = None,
         slopes: Tensor | None = None,
@@ -116,7 +113,7 @@ class Kernel:
         if fold is not None:
             mark = _Mark(True, fold.position)
         below = normal() if function is not None and name == "gelu" else None
-        self._kept = table, slope, inverse, values, outputs, slopes, below  # whose addresses follow
+        self._kept = table, slope, values, outputs, slopes, below  # whose addresses follow
         addresses = (None if t is None else t.data_ptr() for t in (values, outputs, slopes))
         self._kernel = _Kernel(
             DTYPES[dtype],
@@ -125,7 +122,7 @@ class Kernel:
             is_from_output,
             mark,
             _Table() if table is None else _Table(*table.numbers, table.cubics.data_ptr()),
-            *(_FoldTable() if t is None else _FoldTable(*t.numbers, t.cubics.data_ptr()) for t in (slope, inverse)),
+            _FoldTable() if slope is None else _FoldTable(*slope.numbers, slope.cubics.data_ptr()),
             *addresses,
             _Normal() if below is None else _Normal(*below[:3], below.cubics.data_ptr()),
         )
@@ -165,12 +162,6 @@ def encode(kernel: Kernel, z: Tensor, y: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def invert(kernel: Kernel, y: Tensor, z: Tensor) -> Tensor:
-    """The input of float32 outputs y, in z, which may be y."""
-    call("invert_outputs", kernel, z, None, y.data_ptr(), z.data_ptr())
-    return z
-
-
 def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor | None, along: Layout | None) -> Tensor:
     """``dz = dy * f'`` in dz, which may be ``saved``, and its sums along the channels in db."""
     call(
@@ -189,11 +180,8 @@ def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor |
 def gate(kernel: Kernel, z: Tensor, up: Tensor, out: Tensor) -> Tensor:
     """The activation of z times ``up``, in ``out``, which may be either. All are laid out alike, or in rows with gaps
     between them."""
-    tensors = z, up, out
-    along = _rows(tensors)
-    gaps = None if along is None else _gaps(z, up, None, out)
-    address = None if gaps is None else ctypes.addressof(gaps)
-    call("gate", kernel, out, along, *(t.data_ptr() for t in tensors), address)
+    along, gaps = _rows_of(z, up, None, out)
+    call("gate", kernel, out, along, z.data_ptr(), up.data_ptr(), out.data_ptr(), gaps)
     return out
 
 
@@ -201,10 +189,8 @@ def gate_gradient(kernel: Kernel, dy: Tensor, z: Tensor, up: Tensor, dz: Tensor,
     """The gradients of z and ``up`` in dz and dup, which may be these. All are laid out alike, or in rows with gaps
     between them."""
     tensors = dy, z, up, dz, dup
-    along = _rows(tensors)
-    gaps = None if along is None else _gaps(*tensors)
-    address = None if gaps is None else ctypes.addressof(gaps)
-    call("gate_gradient", kernel, dz, along, *(t.data_ptr() for t in tensors), address)
+    along, gaps = _rows_of(*tensors)
+    call("gate_gradient", kernel, dz, along, *(t.data_ptr() for t in tensors), gaps)
     torch.autograd.graph.increment_version(dup)
 
 
@@ -217,22 +203,18 @@ def has_rows(tensor: Tensor) -> bool:
     return all(strides[i] == shape[i + 1] * strides[i + 1] for i in within)
 
 
-def _rows(tensors: Sequence[Tensor]) -> Layout | None:
-    """How they are walked: row by row where they are not laid out alike."""
-    first, *others = tensors
+def _rows_of(*tensors: Tensor | None) -> tuple[Layout | None, Any]:
+    """How up to three arguments and two results are walked: row by row, with the bytes between the rows of each; None
+    and None where all are laid out alike."""
+    first, *others = (tensor for tensor in tensors if tensor is not None)
     strides = first.stride()
     if all(other.stride() == strides for other in others) and is_dense(first):
-        return None
-    return Layout(1, first.numel() // first.shape[-1], first.shape[-1])
+        return None, None
+    gaps = (0 if t is None or t.dim() < 2 else (t.stride(-2) - t.shape[-1]) * t.itemsize for t in tensors)
+    return Layout(1, first.numel() // first.shape[-1], first.shape[-1]), (c_int64 * 5)(*gaps)
 
 
-def _gaps(*tensors: Tensor | None) -> Any:
-    """The bytes between the rows of up to three arguments and two results."""
-    found = (0 if t is None or t.dim() < 2 else (t.stride(-2) - t.shape[-1]) * t.itemsize for t in tensors)
-    return (c_int64 * 5)(*found)
-
-
-def call(name: str, kernel: Kernel, tensor: Tensor, along: Layout | None, *addresses: int | None) -> None:
+def call(name: str, kernel: Kernel, tensor: Tensor, along: Layout | None, *addresses: Any) -> None:
     """A pass over ``tensor``, and what is laid out alike."""
     count = tensor.numel()
     if not count:
@@ -281,7 +263,7 @@ def functions() -> dict[str, Any]:
     """The functions of ``loops.c``, by name."""
     library = build.shared_object()
     assert library is not None
-    pointers = {"forward": 6, "encode_outputs": 5, "invert_outputs": 4, "gradient": 6, "gate": 6, "gate_gradient": 8}
+    pointers = {"forward": 6, "encode_outputs": 5, "gradient": 6, "gate": 6, "gate_gradient": 8}
     found = {}
     for name, count in pointers.items():
         function = getattr(library, name)

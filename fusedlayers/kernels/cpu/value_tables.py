@@ -1,4 +1,4 @@
-"""Fits on float32 outputs as tables of cubics, for ``loops.c``: derivatives, and the inverse around a minimum.
+"""Derivatives, fitted on float32 outputs, as tables of cubics for ``loops.c``.
 
 An interval is all float32 numbers w with the same sign, exponent and leading bits, which takes no root and no division
 to find. w is a distance, with its sign set on one side: intervals lie closest where a derivative bends most, next to
@@ -18,7 +18,7 @@ from torch import Tensor
 from ...activations import Activation
 from ...derivative import branch_bit
 from ...derivative.features import round_numbers
-from ...derivative.folded import TAIL_FRACTION, FoldedDerivative, FoldedInverse, Polynomials
+from ...derivative.folded import TAIL_FRACTION, FoldedDerivative, Polynomials
 from ...derivative.monotone import FAR, MonotoneDerivative
 from ...derivative.polynomial import PRECISIONS, TINY, to_float32
 from ...utils.caching import in_clean_state
@@ -35,14 +35,14 @@ REST = 19
 
 
 class FoldTable:
-    """A fit of a folded activation (``derivative/folded.py``): its derivative, or its input less the output, from
-    encoded float32 outputs (``look_up_fold`` in ``loops.c``).
+    """The derivative of a folded activation (``derivative/folded.py``), from encoded float32 outputs (by
+    ``look_up_fold`` of ``loops.c``).
 
     w is the distance ``y - y_min``, with its sign set on the falling branch; in the tail of that branch y times a power
     of two that keeps it apart from all distances.
     """
 
-    def __init__(self, fitted: FoldedDerivative | FoldedInverse) -> None:
+    def __init__(self, fitted: FoldedDerivative) -> None:
         polynomials = fitted.of_distance
         assert isinstance(polynomials, Polynomials)
         nearest, tail = fitted.margin, polynomials.minimum * TAIL_FRACTION
@@ -139,11 +139,3 @@ def _inputs() -> Tensor:
     sizes = torch.logspace(-44, 38, 4001, dtype=torch.float64)
     wide = torch.linspace(-32, 32, 65_537, dtype=torch.float64) + 1e-4
     return torch.cat([normal, wide, round_numbers(), sizes, -sizes]).float()
-
-
-@functools.lru_cache(64)
-@in_clean_state
-def inverse_table(activation: Activation) -> FoldTable | None:
-    """The table for an activation whose inverse is fitted, or None."""
-    fitted = activation.fitted_inverse()
-    return None if fitted is None else FoldTable(fitted)

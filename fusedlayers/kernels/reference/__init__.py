@@ -7,11 +7,11 @@ import torch
 
 from ...activations import Activation
 from .dropout_bits import drawn, packed, unpacked
-from .elementwise import bias_act, derivative, gate, gate_gradient, gradient, inverse, of_output, sum_of
+from .elementwise import bias_act, derivative, gate, gate_gradient, gradient, of_output, sum_of
 
 __all__ = [
     "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "derivative", "drawn", "gate", "gate_gradient", "gradient",
-    "inverse", "of_output", "packed", "slow_because", "sum_of", "unpacked",
+    "of_output", "packed", "slow_because", "sum_of", "unpacked",
 ]  # fmt: skip
 
 #: torch's matmuls add it on the way.

@@ -4,12 +4,12 @@ import torch
 
 from ...activations import Activation
 from .codegen import computes
-from .elementwise import bias_act, gradient, inverse
+from .elementwise import bias_act, gradient
 from .gates import gate, gate_gradient
 from .launch import missing_because
 
 __all__ = [
-    "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "gate", "gate_gradient", "gradient", "inverse",
+    "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "gate", "gate_gradient", "gradient", 
     "missing_because", "slow_because",
 ]  # fmt: skip
 

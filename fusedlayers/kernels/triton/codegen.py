@@ -14,14 +14,12 @@ in ``_TEMPLATES``; all others are left to torch operations, and a warning says s
 
 from __future__ import annotations
 
-import ast
 import functools
 import hashlib
 import linecache
 import logging
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
@@ -42,7 +40,6 @@ _TEMPLATES = {
     "add": "{0} + {1}",
     "asinh": "_asinh({0})",
     "atan": "_atan({0}, _ATAN)",
-    "atanh": "_atanh({0})",
     "bitwise_and": "{0} & {1}",
     "bitwise_left_shift": "{0} << {1}",
     "bitwise_not": "~{0}",
@@ -52,7 +49,6 @@ _TEMPLATES = {
     "ceil": "tl.ceil({0})",
     "copysign": "_copysign({0}, {1})",
     "cos": "tl.cos({0})",
-    "cosh": "_cosh({0})",
     "div": "{0} / {1}",
     "eq": "{0} == {1}",
     "erf": "tl.erf({0})",
@@ -61,8 +57,6 @@ _TEMPLATES = {
     "exp2": "tl.exp2({0})",
     "expm1": "_expm1({0})",
     "floor": "tl.floor({0})",
-    "fmax": "_fmax({0}, {1})",
-    "fmin": "_fmin({0}, {1})",
     "ge": "{0} >= {1}",
     "gt": "{0} > {1}",
     "isinf": 'tl.abs({0}) == float("inf")',
@@ -86,12 +80,10 @@ _TEMPLATES = {
     "sign": "_sign({0})",
     "signbit": "_signbit({0})",
     "sin": "tl.sin({0})",
-    "sinh": "_sinh({0})",
     "softshrink_backward": "tl.where(tl.abs({1}) <= {2}, 0.0, {0})",
     "sqrt": "tl.sqrt({0})",
     "sub": "{0} - {1}",
     "tanh": "_tanh({0})",
-    "trunc": "_trunc({0})",
     "where": "tl.where({0}, {1}, {2})",
 }
 
@@ -129,7 +121,7 @@ _TYPES = {
     torch.bool: "tl.int1",
 }
 
-Role = Literal["forward", "inverse", "gradient"]
+Role = Literal["forward", "gradient"]
 _log = logging.getLogger("fusedlayers")
 
 
@@ -138,9 +130,8 @@ def device_function(
 ) -> Any:
     """The jitted function of float32 blocks that a kernel takes.
 
-    "forward" is ``(z, operand_ptr, channel, channels) -> y``, and "inverse" the way back. "gradient" is ``(dy, saved,
-    operand_ptr, channel, channels) -> (dz, ...)``, with dy times the derivative by each operand that needs one behind
-    dz.
+    "forward" is ``(z, operand_ptr, channel, channels) -> y``. "gradient" is ``(dy, saved, operand_ptr, channel,
+    channels) -> (dz, ...)``, with dy times the derivative by each operand that needs one behind dz.
 
     Args:
         given: for "forward", "output" if the result is saved and carries the branch; for "gradient", what was saved.
@@ -189,9 +180,6 @@ def source(activation: Activation, role: Role, *, given: str, dtype: torch.dtype
         inputs = ["z"]
         is_encoded = given == "output" and activation.is_folded
         function = (lambda z: activation.encoded(z, dtype)) if is_encoded else activation.function
-    elif role == "inverse":
-        inputs = ["y"]
-        function = lambda y: activation.input_given_output(y, dtype)
     elif given == "output" and not operands:
         inputs = ["dy", "y"]
         function = lambda dy, y: (dy * activation.derivative_given_output(y, dtype),)
@@ -222,28 +210,17 @@ def print_function(
     the channel's place where there is a number for each channel, else from the end of the buffer."""
     blocks = [name for name in pointwise.inputs if name not in operands]
     lines = [f"def {name}({', '.join([*blocks, *_POINTERS])}):"]
-    uses = Counter(a for operation in pointwise.operations for a in operation.arguments if isinstance(a, str))
-    uses.update(a for a in pointwise.outputs if isinstance(a, str))
-    for operation in pointwise.operations:
-        if operation.op == "pow" and (product := _POWERS.get(operation.arguments[1])) is not None:
-            uses[str(operation.arguments[0])] += product.count("{0}") - 1
-    lines += [f"    {text}" for text in _loads({name: kind for name, kind in operands.items() if uses[name]}, operands)]
-    inlined: dict[str, str] = {}
-    for operation in pointwise.operations:
-        text = _expression(operation, inlined)
-        # Values that are used once are written where they are used, as long as the lines stay short.
-        if uses[operation.name] == 1 and len(text) <= _INLINE and operation.name not in pointwise.outputs:
-            inlined[operation.name] = text if _is_call(text) else f"({text})"
-        else:
-            lines.append(f"    {operation.name} = {_without_parentheses(text)}")
+    used = {*pointwise.outputs, *(a for operation in pointwise.operations for a in operation.arguments)}
+    lines += _loads({name: kind for name, kind in operands.items() if name in used}, operands)
+    lines += [f"{operation.name} = {_expression(operation)}" for operation in pointwise.operations]
     results = [
-        _literal(output, inlined)
+        output
         if isinstance(output, str) and output not in operands
-        else f"tl.full({blocks[0]}.shape, {_literal(output, inlined)}, tl.float32)"
+        else f"tl.full({blocks[0]}.shape, {_literal(output)}, tl.float32)"
         for output in pointwise.outputs
     ]
-    returned = f"({', '.join(results)},)" if as_tuple else _without_parentheses(results[0])
-    return "\n".join([*lines, f"    return {returned}", ""])
+    returned = f"({', '.join(results)},)" if as_tuple else results[0]
+    return "\n    ".join([*lines, f"return {returned}"]) + "\n"
 
 
 _POINTERS = ("operand_ptr", "channel", "channels")
@@ -260,22 +237,8 @@ def _loads(wanted: Mapping[str, bool], operands: Mapping[str, bool]) -> Iterator
         yield f"{name} = tl.load(operand_ptr + {' + '.join(offset)}{mask})"
 
 
-def _without_parentheses(text: str) -> str:
-    """``text`` without needless parentheses."""
-    return ast.unparse(ast.parse(text, mode="eval"))
-
-
-def _is_call(text: str) -> bool:
-    """Whether ``text`` is one call, which needs no parentheses: ``f(x)``, and not ``f(x) + g(x)``."""
-    return isinstance(ast.parse(text, mode="eval").body, ast.Call)
-
-
-#: Three of these and their operators still fit a line of 140 characters.
-_INLINE = 36
-
-
-def _expression(operation: TracedOperation, inlined: Mapping[str, str]) -> str:
-    arguments = [_literal(a, inlined) for a in operation.arguments]
+def _expression(operation: TracedOperation) -> str:
+    arguments = [_literal(a) for a in operation.arguments]
     if operation.op in ("cast", "bitcast"):
         if operation.dtype not in _TYPES:
             raise NotPointwise(f"{operation.op} to {operation.dtype} has no Triton counterpart here")
@@ -301,19 +264,16 @@ def _template(operation: TracedOperation) -> str:
         template = _POWERS.get(operation.arguments[1], template)
     if dtype is torch.bool:
         return {"add": "{0} | {1}", "mul": "{0} & {1}"}.get(op, template)
-    if not dtype.is_floating_point and op not in _OF_INTEGERS:
-        template = ""
-    elif not dtype.is_floating_point and op == "neg":
-        template = "-{0}"
-    if not template:
+    if dtype.is_floating_point:
+        return template
+    if op not in _OF_INTEGERS:
         raise NotPointwise(f"{op} in {dtype} has no Triton counterpart here")
-    return template
+    return "-{0}" if op == "neg" else template
 
 
-def _literal(argument: object, inlined: Mapping[str, str]) -> str:
-    if isinstance(argument, float) and not math.isfinite(argument):
-        return f'float("{argument}")'
-    return inlined.get(str(argument), str(argument))
+def _literal(argument: object) -> str:
+    is_finite = not isinstance(argument, float) or math.isfinite(argument)
+    return str(argument) if is_finite else f'float("{argument}")'
 
 
 #: One for each activation, as long as a parameter that changes from step to step has not replaced it.

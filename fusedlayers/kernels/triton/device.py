@@ -55,22 +55,6 @@ def _copysign(x, y):
 
 
 @triton.jit
-def _fmax(x, y):
-    # Not tl.maximum alone: Triton 3.6's interpreter propagates NaN.
-    return tl.where(x != x, y, tl.where(y != y, x, tl.maximum(x, y)))
-
-
-@triton.jit
-def _fmin(x, y):
-    return tl.where(x != x, y, tl.where(y != y, x, tl.minimum(x, y)))
-
-
-@triton.jit
-def _trunc(x):
-    return tl.where(x < 0, tl.ceil(x), tl.floor(x))
-
-
-@triton.jit
 def _round(x):
     # Half to even, as the sum rounds: from 2^23 on there are no fractions.
     a = tl.abs(x)
@@ -106,36 +90,10 @@ def _tanh(x):
 
 
 @triton.jit
-def _sinh(x):
-    a = tl.abs(x)
-    m = _expm1(a)
-    # Half of exp(a) is finite a little further than exp(a) is.
-    root = tl.exp(0.5 * a)
-    y = tl.where(a < 9.0, 0.5 * (m + m / (m + 1.0)), (0.5 * root) * root)
-    return tl.where(x < 0, -y, tl.where(x == 0, x, y))
-
-
-@triton.jit
-def _cosh(x):
-    a = tl.abs(x)
-    root = tl.exp(0.5 * a)
-    e = root * root
-    return tl.where(a < 9.0, 0.5 * e + 0.5 / e, (0.5 * root) * root)
-
-
-@triton.jit
 def _asinh(x):
     a = tl.abs(x)
     square = a * a
     y = tl.where(a < 4096.0, _log1p(a + square / (1.0 + tl.sqrt(1.0 + square))), tl.log(a) + LOG_2)
-    return tl.where(x < 0, -y, tl.where(x == 0, x, y))
-
-
-@triton.jit
-def _atanh(x):
-    a = tl.abs(x)
-    y = 0.5 * _log1p(2.0 * a / (1.0 - a))
-    y = tl.where(a == 1.0, float("inf"), tl.where(a > 1.0, float("nan"), y))
     return tl.where(x < 0, -y, tl.where(x == 0, x, y))
 
 

@@ -153,27 +153,8 @@ def bias_act(
     encode: bool,
     out: Tensor | None,
 ) -> Tensor:
-    """``activation(z + b + residual, *operands)``, in ``out`` (which may be z) or in a new buffer of z's memory
-    format; b, and operands of more than one element, run along ``dim``."""
-    forward = device_function(activation, "forward", given="output" if encode else "input", dtype=z.dtype)
-    return _forward(forward, z, b, residual, operands, dim, out)
-
-
-def inverse(y: Tensor, activation: Activation, out: Tensor | None) -> Tensor:
-    """z with ``activation(z) = y``, in ``out`` (which may be y) or in a new buffer; y carries the branch."""
-    function = device_function(activation, "inverse", given="output", dtype=y.dtype)
-    return _forward(function, y, None, None, (), -1, out)
-
-
-def _forward(
-    function: Any,
-    z: Tensor,
-    b: Tensor | None,
-    residual: Tensor | None,
-    operands: Sequence[Tensor],
-    dim: int,
-    out: Tensor | None,
-) -> Tensor:
+    """``Backend.bias_act`` by one launch."""
+    function = device_function(activation, "forward", given="output" if encode else "input", dtype=z.dtype)
     y = out if out is not None and is_dense(out) else torch.empty_like(z)
     if y.numel() == 0:
         return y if out is None else out
@@ -205,14 +186,14 @@ def _forward(
 def gradient(
     dy: Tensor, saved: Tensor, activation: Activation, operands: Sequence[Tensor], request: GradientRequest, *, dim: int
 ) -> tuple[Tensor | None, ...]:
-    """``dz = dy * f'``, the gradient of the bias, and those of the operands: None where not requested."""
+    """``Backend.gradient`` by one launch, and one more for each sum."""
     dz = saved if request.overwrite and is_dense(saved) else torch.empty_like(saved)
     needs = request.needs_operands
     if not dz.numel():
         db = dz.new_zeros(dz.shape[dim]) if request.needs_bias else None
         return dz, db, *(torch.zeros_like(p) if need else None for p, need in zip(operands, needs, strict=True))
     wanted = [Sum(True, dz.dtype)] * request.needs_bias
-    wanted += [Sum.of(p) for p, need in zip(operands, needs, strict=True) if need]
+    wanted += [Sum(p.numel() > 1, p.dtype) for p, need in zip(operands, needs, strict=True) if need]
     # A saved input is the user's tensor: it may have gaps.
     dy, saved_alike = laid_out_as(dy, dz), laid_out_as(saved, dz)
     function = device_function(activation, "gradient", given=request.saved, dtype=saved.dtype, needs=needs)
@@ -249,7 +230,7 @@ def _gradient_launch(function: Any, dz: Tensor, dim: int | None, wanted: Sequenc
     sums = tuple((i, one.by_channel) for i, one in enumerate(wanted, first))
     width = walk.across * _written(sums, walk.channels)
     constants = {"GRADIENT": function, "SUMS": sums, **constants_of(dz, matrix, walk.rows, walk.columns)}
-    launch = Launch(gradient_kernel, walk.grid, [*matrix[:3], walk.steps], constants)
+    launch = Launch(gradient_kernel, [walk.across, walk.along], [*matrix[:3], walk.steps], constants)
     return _GradientLaunch(launch, (len(wanted), walk.along, width), (matrix.channels, walk.outer, walk.across))
 
 

@@ -109,7 +109,7 @@ def _are_rows(*tensors: Tensor) -> bool:
 
 
 def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
+    """``Backend.gate`` by one launch, where there are no operands."""
     y = torch.empty_like(z) if out is None else out
     if operands or not _are_rows(z, up, y):
         return bias_act(z, None, activation, operands, dim=-1, encode=False, out=y).mul_(up)
@@ -127,8 +127,7 @@ def gate_gradient(
     needs: tuple[bool, ...],
     out: tuple[Tensor, Tensor] | None = None,
 ) -> list[Tensor | None]:
-    """Write the gradients of z and up into ``out``, or else over these; return those of the operands, with which all
-    are contiguous."""
+    """``Backend.gate_gradient`` by one launch, where there are no operands."""
     of_z, of_up = out or (z, up)
     if operands or not _are_rows(dy, z, up, of_z, of_up):
         products = bias_act(z, None, activation, operands, dim=-1, encode=False, out=None).mul_(dy), dy * up

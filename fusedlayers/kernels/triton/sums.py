@@ -56,10 +56,6 @@ class Sum(NamedTuple):
     by_channel: bool
     dtype: torch.dtype
 
-    @classmethod
-    def of(cls, operand: Tensor) -> Sum:
-        return cls(operand.numel() > 1, operand.dtype)
-
 
 def add_up(partial: Tensor, channels: int, outer: int, dtype: torch.dtype) -> Tensor:
     """(sums, programs, outer x channels or more) -> (sums, channels), in ``dtype``. It is launched on the current

@@ -160,10 +160,6 @@ class Walk(NamedTuple):
     #: How many runs of the channels the rows of a matrix are.
     outer: int
 
-    @property
-    def grid(self) -> list[int]:
-        return [self.across, self.along]
-
 
 def walk_of(matrix: Matrix, *, sums: bool) -> Walk:
     """``sums``: of a launch that sums over each channel."""
@@ -181,13 +177,8 @@ def walk_of(matrix: Matrix, *, sums: bool) -> Walk:
 def constants_of(tensor: Tensor, matrix: Matrix, rows: int, columns: int) -> dict[str, Any]:
     """The constants of all kernels that walk in tiles."""
     is_folded = matrix.axis == "column" and matrix.columns != matrix.channels
-    tile = {"ROWS": rows, "COLUMNS": columns, "INDEX": index_type(tensor)}
+    tile = {"ROWS": rows, "COLUMNS": columns, "INDEX": index_of(tensor.numel())}
     return {"AXIS": matrix.axis, "FOLDED": is_folded, **tile, **OPTIONS}
-
-
-def index_type(tensor: Tensor) -> Any:
-    """The integers that offsets into the tensor need."""
-    return index_of(tensor.numel())
 
 
 def index_of(extent: int) -> Any:

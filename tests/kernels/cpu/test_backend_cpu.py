@@ -16,7 +16,6 @@ from fusedlayers.activations import Activation, definitions, resolve
 from fusedlayers.derivative import branch_bit
 from fusedlayers.kernels import GradientRequest, cpu
 from fusedlayers.kernels.cpu import loops
-from fusedlayers.memory import peak_bytes
 
 TABLE = [row.bind() for row in definitions()]
 FOLDED = [a for a in TABLE if a.is_folded]
@@ -185,61 +184,3 @@ def test_outputs_below_the_minimum_have_a_small_derivative(activation: Activatio
 @pytest.mark.parametrize("activation", TABLE, ids=str)
 def test_gates(activation: Activation, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     check_gates(cpu, activation, *(3 * torch.randn(shape).to(dtype) for _ in range(3)))
-
-
-# --- inverses ---------------------------------------------------------------------------------------------------------
-
-INVERTIBLE = [a for a in TABLE if a.has_inverse]
-every_invertible = pytest.mark.parametrize("activation", INVERTIBLE, ids=str)
-
-
-def _is_told(activation: Activation, y: Tensor, found: Tensor, z: Tensor) -> bool:
-    """Whether what was ``found`` from y is z, as nearly as y tells it."""
-    # An output is known to a unit or two, and at the extremum, where f' is 0, by its distance from that.
-    slope = derivative(activation.function, z).abs()
-    unit = 2.0**-23 * y.double().abs().clamp_min(2.0**-126)
-    floor = (4 * unit / 0.25).sqrt()
-    known = torch.minimum(2 * unit / slope.clamp_min(1e-30), floor.clamp_min(2e-4))
-    return bool(((found - z).double().abs() <= 2 * known + 4e-7 * z.double().abs().clamp_min(1.0)).all())
-
-
-@pytest.mark.parametrize("activation", [a for a in INVERTIBLE if a.is_folded], ids=str)
-def test_the_inverse_is_the_input_as_nearly_as_outputs_tell_it(activation: Activation) -> None:
-    fold = activation.fold
-    assert fold is not None
-    z = torch.cat([fold.position + torch.linspace(-1, 1, 200_001), torch.linspace(-8, 30, 100_001)])
-    y = activation.encoded(z, torch.float32)
-    assert _is_told(activation, y, cpu.inverse(y, activation, None), z)
-
-
-@every_invertible
-def test_the_inverse_writes_where_it_is_told(activation: Activation) -> None:
-    def encoded(z: Tensor) -> Tensor:
-        return cpu.bias_act(z, None, activation, dim=-1, encode=True, out=None)
-
-    bases = {
-        "matrix": torch.randn(30, 40),
-        "no dimension": torch.randn(()),
-        "empty": torch.randn(0, 3),
-        "one": torch.randn(1),
-        "channels last": torch.randn(2, 5, 7, 3).contiguous(memory_format=torch.channels_last),
-        "transposed": torch.randn(30, 40).t(),
-    }
-    for z in bases.values():
-        y = encoded(z)
-        before = y.clone()
-        new = cpu.inverse(y, activation, None)
-        assert torch.equal(y, before) and new.stride() == y.stride() and new.shape == y.shape
-        assert _is_told(activation, y, new, z)
-        other = torch.full_like(y, math.nan)
-        assert cpu.inverse(y, activation, other) is other and torch.equal(other, new)
-        assert cpu.inverse(y, activation, y) is y and torch.equal(y, new)
-
-
-@pytest.mark.parametrize("name", ["silu", "elu"])
-def test_the_inverse_over_its_output_takes_chunks_only(name: str) -> None:
-    activation = resolve(name)
-    y = cpu.bias_act(torch.randn(1 << 21), None, activation, dim=-1, encode=True, out=None)
-    cpu.inverse(y, activation, None)
-    assert peak_bytes(cpu.inverse, y, activation, None) < 1.2 * y.nbytes
-    assert peak_bytes(cpu.inverse, y, activation, y) < 0.2 * y.nbytes

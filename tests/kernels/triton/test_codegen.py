@@ -62,7 +62,6 @@ def printed(function: Function) -> Any:
 
 def sources(activation: Activation) -> list[str]:
     cases = [("forward", "input"), ("forward", "output"), ("gradient", "input"), ("gradient", "output")]
-    cases += [("inverse", "output")] if activation.has_inverse else []
     return [
         codegen.source(activation, role, given=given, dtype=dtype)  # type: ignore[arg-type]  # a literal
         for role, given in cases
@@ -105,7 +104,6 @@ OPERATIONS: dict[str, Function] = {
     "add": lambda z: z + 0.3,
     "asinh": torch.asinh,
     "atan": torch.atan,
-    "atanh": torch.atanh,
     "bitwise_and": lambda z: (z.view(torch.int32) & -65536).view(torch.float32),
     "bitwise_left_shift": lambda z: torch.bitwise_left_shift(_ints(z), 3).to(torch.float32),
     "bitwise_not": lambda z: (~_ints(z)).to(torch.float32),
@@ -115,7 +113,6 @@ OPERATIONS: dict[str, Function] = {
     "ceil": torch.ceil,
     "copysign": lambda z: torch.copysign(torch.exp(z), z) + torch.copysign(z, -2.0),
     "cos": torch.cos,
-    "cosh": torch.cosh,
     "div": lambda z: z / (1 + z * z),
     "eq": lambda z: (z == 1.5).to(torch.float32),
     "erf": torch.erf,
@@ -124,8 +121,6 @@ OPERATIONS: dict[str, Function] = {
     "exp2": torch.exp2,
     "expm1": torch.expm1,
     "floor": torch.floor,
-    "fmax": lambda z: torch.fmax(z, torch.log(z)),
-    "fmin": lambda z: torch.fmin(z, torch.log(z)),
     "ge": lambda z: (z >= 1.5).to(torch.float32),
     "gt": lambda z: (z > 1.5).to(torch.float32),
     "isinf": lambda z: torch.where(torch.isinf(z), 7.0, z),
@@ -149,12 +144,10 @@ OPERATIONS: dict[str, Function] = {
     "sign": torch.sign,
     "signbit": lambda z: torch.where(torch.signbit(z), 7.0, z),
     "sin": torch.sin,
-    "sinh": torch.sinh,
     "softshrink_backward": lambda z: torch.ops.aten.softshrink_backward(torch.exp(z), z, 1.5),
     "sqrt": torch.sqrt,
     "sub": lambda z: 0.3 - z,
     "tanh": torch.tanh,
-    "trunc": torch.trunc,
     "where": lambda z: torch.where(z > 0, torch.exp(-z), -torch.inf),
 }
 
@@ -204,7 +197,6 @@ COMPOSED: dict[str, Function] = {
     "bool to int": lambda z: ((z > 0).int() + (z > 1).int()) * z,
     "clamp": lambda z: torch.clamp(z, -1.1, 2.1),
     "entr": torch.special.entr,
-    "frac": torch.frac,
     "hardshrink": lambda z: F.hardshrink(z, 1.1),
     "heaviside": lambda z: torch.heaviside(z, torch.full_like(z, 0.5)),
     "huber": lambda z: F.huber_loss(z, torch.zeros_like(z), reduction="none"),
@@ -258,7 +250,7 @@ def test_functions_of_torch_and_their_derivatives(name: str, role: str) -> None:
             pytest.skip("has no derivative")
         function = derivative(function)
     x = torch.linspace(-5.993, 6.01, 1999)
-    if name in ("logit", "atanh"):
+    if name == "logit":
         x = torch.linspace(-1.1, 1.1, 1999)
     y, torchs = apply(printed(function), x).double(), function(x).double()
     exact = torchs if name.startswith("bitwise") else function(x.double()).double()
@@ -273,6 +265,7 @@ def test_functions_of_torch_and_their_derivatives(name: str, role: str) -> None:
 
 UNSUPPORTED: dict[str, Function] = {
     "lgamma has no": torch.lgamma,
+    "cosh has no": torch.cosh,
     "div with rounding_mode has no": lambda z: torch.div(z, 0.7, rounding_mode="floor"),
     "cast to torch.float64 has no": lambda z: torch.exp(z.double()).float(),
     "pow in torch.int32 has no": lambda z: torch.pow(z.int(), 3).float(),
@@ -313,19 +306,15 @@ def _magnitudes(low: float, high: float) -> Tensor:
 
 
 TINY, HUGE = 1e-44, 3.4e38
-BELOW_1 = 1 - 2.0**-24
 
 #: By name: a function, and the magnitudes of negative and positive arguments for which it is checked.
 ACCURATE: dict[str, tuple[Function, tuple[float, float] | None, tuple[float, float]]] = {
     "asinh": (torch.asinh, (TINY, HUGE), (TINY, HUGE)),
     "atan": (torch.atan, (TINY, HUGE), (TINY, HUGE)),
-    "atanh": (torch.atanh, (TINY, BELOW_1), (TINY, BELOW_1)),
-    "cosh": (torch.cosh, (TINY, 89.4), (TINY, 89.4)),
     "erfc": (torch.special.erfc, (1e-30, 20.0), (1e-30, 10.05)),
     "expm1": (torch.expm1, (TINY, HUGE), (TINY, 88.7)),
     "log1p": (torch.log1p, (TINY, 1 - 2.0**-23), (TINY, HUGE)),
     "log10": (torch.log10, None, (TINY, HUGE)),
-    "sinh": (torch.sinh, (TINY, 89.4), (TINY, 89.4)),
     "tanh": (torch.tanh, (TINY, HUGE), (TINY, HUGE)),
     **{f"power {p}": (lambda z, p=p: z**p, None, (TINY, HUGE)) for p in (-1.75, 0.125, 1.5, 2.75, 100.5)},
     **{f"power {p}": (lambda z, p=p: z**p, (TINY, HUGE), (TINY, HUGE)) for p in (-101, 1, 4, 5, 17)},

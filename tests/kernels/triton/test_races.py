@@ -81,18 +81,12 @@ def _gate(dtype: torch.dtype) -> Results:
     return hidden, z, up, dy
 
 
-def _inverse(dtype: torch.dtype) -> Results:
-    y = backend.bias_act(_normal(37, 53, dtype=dtype), None, resolve("elu"), dim=-1, encode=True, out=None)
-    return (backend.inverse(y, resolve("elu"), None),)
-
-
 SPLITS: dict[str, dict[str, Any]] = {"many programs": {"TILE": 64, "PROGRAMS": 7}, "one program": {"PROGRAMS": 1}}
 KERNELS = {
     "bias and activation": _bias_act,
     "operands": _operands,
     "gradient": _gradient,
     "gate": _gate,
-    "inverse": _inverse,
 }
 
 
