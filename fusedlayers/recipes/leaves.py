@@ -11,28 +11,29 @@ becomes a part of the second run where more bytes go than its arguments take.
 Cost: the module's operators once more in a backward pass, for all readers together, and the host's work. The second
 run finds the module's attributes, and autocast, as the first one did. Left alone are modules that draw random numbers,
 compute gradients, set attributes, write to buffers, parameters or arguments, multiply matrices, or have arguments or
-attributes that may change in themselves, as a dict; and what a CUDA graph captures. Limits: one tensor is returned.
-What a module reads besides (a clock, a global variable) may differ the second time: an error where the shapes of what
-is saved show it.
+attributes, or name variables, that may change in themselves, as a dict; and what a CUDA graph captures. Limits: one
+tensor is returned. What a module reads besides (a clock, a number in a global variable) may differ the second time: an
+error where the shapes of what is saved show it.
 """
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import itertools
 import math
 import weakref
 from collections.abc import Sequence
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from .._torch import AccumulateGrad, number_of, results_of, sequence_number, storage_id
+from .._torch import AccumulateGrad, OpOverload, number_of, results_of, sequence_number, storage_id
 from ..calls.validation import PLAIN_TYPES
-from ..utils.reading import names_reached_by
+from ..utils.reading import code_reached_by
 from .recipe import Stored, Value, View
 from .second_run import RESULT, Call, Frame, Log, Packed, Part
 
@@ -49,6 +50,8 @@ _HEAVY = ("MmBackward", "MvBackward", "AddmmBackward", "Bmm", "Convolution", "At
 _ARGUMENTS = type(None), bool, int, float, str, torch.dtype, torch.device
 #: What attributes of a leaf may be, beside tensors and tuples of these: what cannot change in itself.
 _CONSTANTS = frozenset({*_ARGUMENTS, FunctionType, BuiltinFunctionType, functools.partial, type})
+#: What a leaf's code may read besides: code.
+_READ = (FunctionType, MethodType, BuiltinFunctionType, functools.partial, type, ModuleType, OpOverload)
 #: The attributes that every module has, and those of a patch.
 _OF_MODULES = frozenset({*vars(nn.Module()), "forward", "__prepare_scriptable__"})
 _HOOKS: dict[str, Any] = {name: {} for name in _OF_MODULES if name.endswith("hooks")}
@@ -70,10 +73,10 @@ def is_leaf(module: nn.Module) -> bool:
 
 class Leaf:
     """A leaf as its calls find it: all that it holds, and how it is called. It is looked at once for all calls that
-    find the same.
+    find the same. It belongs to the module's patch, and holds nothing of a module that is left alone.
 
     Attributes:
-        module: the module as it was, without its hooks, which may hold what it has made.
+        module: the module as it was, without its hooks, which may hold what it has made; ``function``: its forward.
         tensors: its parameters and buffers, and tensors among its attributes.
         args, kwargs: the arguments, with None in the place of tensors; ``places``: where these are.
         is_known: whether a call has shown that it may be run again.
@@ -81,11 +84,12 @@ class Leaf:
         is_changing: whether a call has set attributes, so that it is left alone for ever.
     """
 
-    is_known = is_changing = False
+    is_known = is_left_alone = is_changing = False
 
     def __init__(self, region: Region, module: nn.Module, run: functools.partial[Any], state: list[Any]) -> None:
         own = {**vars(module), "_parameters": {**module._parameters}, "_buffers": {**module._buffers}}
         own.pop("forward", None)
+        self.function: Any = getattr(run.func, "__func__", None)
         self.module: Any = object.__new__(type(module))
         self.module.__dict__ = {**own, **_HOOKS}
         self.state = state
@@ -96,7 +100,7 @@ class Leaf:
         self.kwargs = {name: None if isinstance(v, Tensor) else v for name, v in run.keywords.items()}
         self.places: list[Any] = [i for i, value in enumerate(run.args) if isinstance(value, Tensor)]
         self.places += [name for name, value in run.keywords.items() if isinstance(value, Tensor)]
-        self.is_left_alone = not (
+        if not (
             type(run.func) is MethodType
             and run.func.__self__ is module
             and not module._modules
@@ -104,7 +108,13 @@ class Leaf:
             and all(map(_is_simple, self.tensors))
             and all(isinstance(value, _ARGUMENTS) for value in (*self.args, *self.kwargs.values()))
             and not any(region.may_free(t) for t in self.tensors if t.requires_grad)
-        )
+        ):
+            self.leave_alone()
+
+    def leave_alone(self) -> None:
+        """Run it once from now on, and hold nothing: what a module holds may reach the whole model."""
+        self.is_left_alone = True
+        self.module, self.tensors, self.args, self.kwargs = None, [], [], {}
 
     def trained_as(self, trained: Sequence[bool]) -> Any:
         """The module, whose tensors need gradients where these say so: users freeze some between the passes."""
@@ -118,12 +128,12 @@ class Leaf:
         vars(module).update({name: others.get(id(value), value) for name, value in own.items()})
         return module
 
-    def decide(self, run: functools.partial[Any], tensors: Sequence[Tensor], node: Any, first: int) -> None:
+    def decide(self, tensors: Sequence[Tensor], node: Any, first: int) -> None:
         """Whether it may be run again, by a call that began with this node: it multiplies no matrices, names nothing
-        random, computes no gradients, reads no tensors with a graph that are neither arguments nor the module's, and is
-        no other compiler's."""
-        function: Any = run.func.__func__  # type: ignore[attr-defined]  # it is a method of the module
-        names = names_reached_by((function, *vars(self.module).values()), type(self.module))
+        random, computes no gradients, reads no tensors with a graph that are neither arguments nor the module's, nor
+        variables that may change in themselves, and is no other compiler's."""
+        names, read = code_reached_by((self.function, *vars(self.module).values()), type(self.module))
+        names |= {str(getattr(value, "__name__", "")) for value in (*read, *vars(self.module).values())}
         given = [*tensors, *self.tensors]
         sources = {t.grad_fn for t in given}
         pending, seen, is_elsewhere = [node], set[Any](), False
@@ -137,42 +147,37 @@ class Leaf:
                 pending += [source for source, _ in node.next_functions]
             else:
                 is_elsewhere = True
-        self.is_left_alone = (
+        if (
             is_elsewhere
             or any(name in node.name() for node in seen for name in _HEAVY)
             or any(word in name.lower() for name in names for word in _RANDOM)
             or not names.isdisjoint(_GRADIENTS)
-            or any(isinstance(function.__globals__.get(name), torch.jit.ScriptFunction) for name in names)
-        )
+            or any(isinstance(value, Tensor) or not (_is_constant(value) or isinstance(value, _READ)) for value in read)
+        ):
+            self.leave_alone()
         self.is_known = True
-
-
-#: The leaves, by module.
-_leaves: weakref.WeakKeyDictionary[nn.Module, Leaf] = weakref.WeakKeyDictionary()
 
 
 def _state_of(module: nn.Module, run: functools.partial[Any]) -> list[Any]:
     """The identities of all that a module holds, of its code, and of arguments but tensors; and how it is called."""
-    held = (
-        getattr(run.func, "__func__", None),
-        *vars(module).values(),
-        *module._parameters.values(),
-        *module._buffers.values(),
-    )
+    function = getattr(run.func, "__func__", None)
+    code = type(module), function, getattr(function, "__code__", None)
+    held = *code, *vars(module).values(), *module._parameters.values(), *module._buffers.values()
     given = [0 if isinstance(value, Tensor) else id(value) for value in (*run.args, *run.keywords.values())]
-    return [id(getattr(run.func, "__func__", None)), *map(id, held), *given, *run.keywords]
+    return [*map(id, held), *given, *run.keywords]
 
 
-def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> Any:
-    """The result of a leaf's forward pass; what its nodes save may be made again in backward."""
+def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.partial[Any]) -> Any:
+    """The result of a leaf's forward pass; what its nodes save may be made again in backward. The ``owner`` is the
+    module's patch, which holds the leaf."""
     tensors = [value for value in (*run.args, *run.keywords.values()) if isinstance(value, Tensor)]
     if region.log is not None or not tensors or not region.can_replay(tensors[0]):
         return run()
-    leaf = _leaves.get(module)
+    leaf: Leaf | None = owner.leaf
     if leaf is None or not leaf.is_changing:
         state = _state_of(module, run)
         if leaf is None or leaf.state != state:
-            leaf = _leaves[module] = Leaf(region, module, run, state)
+            leaf = owner.leaf = Leaf(region, module, run, state)
     if leaf.is_left_alone or not all(map(_is_simple, tensors)):
         return run()
     versions = [t._version for t in (*leaf.tensors, *tensors)]
@@ -183,16 +188,17 @@ def run_leaf(region: Region, module: nn.Module, run: functools.partial[Any]) -> 
         y = run()
     finally:
         region.log = None
-    if _state_of(module, run) != leaf.state:
-        leaf.is_changing = leaf.is_left_alone = True
-    elif _random_state(tensors[0]) != random_state:  # it may depend on anything whether it draws
-        leaf.is_left_alone = True
+    is_changing = _state_of(module, run) != leaf.state
+    if is_changing or _random_state(tensors[0]) != random_state:  # it may depend on anything whether it draws
+        leaf = owner.leaf = copy.copy(leaf)  # backward passes may need this one
+        leaf.is_changing = is_changing
+        leaf.leave_alone()
     elif type(y) in PLAIN_TYPES and y.grad_fn is not None:
         whole = y if y._base is None else y._base
         if not leaf.is_known:
-            leaf.decide(run, tensors, whole.grad_fn, first)
+            leaf.decide(tensors, whole.grad_fn, first)
         if not leaf.is_left_alone and [t._version for t in (*leaf.tensors, *tensors)] == versions:
-            call = Call(leaf, run.func.__func__, tensors, versions)  # type: ignore[attr-defined]  # it is a method
+            call = Call(leaf, tensors, versions)
             _replace(region, call, tensors, whole, log)
     return y
 

@@ -53,7 +53,7 @@ def is_norm(module: nn.Module) -> bool:
     return forward in _FORWARDS or is_passed_on
 
 
-def run_norm(region: Region, module: nn.Module, run: partial[Any]) -> Any:
+def run_norm(region: Region, owner: Any, module: nn.Module, run: partial[Any]) -> Any:
     """The result of a norm's forward pass; the node that made it gets the facts."""
     y = run()
     if isinstance(y, Tensor):

@@ -24,24 +24,24 @@ from torch import nn
 
 from .._torch import pop_saved_tensors_hooks, torchscript_state
 from ..recompute.recompute import recomputed
-from .leaves import is_leaf, run_leaf
+from .leaves import Leaf, is_leaf, run_leaf
 from .norms import is_norm, run_norm
 from .region import Region
 from .save_once import can_enter, current_region, enter_region
 
-Role = Callable[[Region, nn.Module, partial[Any]], Any]
-"""From the region, the module, and its own forward pass with its arguments, to the result. It is a function of a
-module, for pickles of patches name it."""
+Role = Callable[[Region, "Patch", nn.Module, partial[Any]], Any]
+"""From the region, the patch, its module, and that one's own forward pass with its arguments, to the result. It is a
+function of a module, for pickles of patches name it."""
 
 
 class Patch:
-    """Of one module.
+    """The forward pass of a module, with what goes around it.
 
     Attributes:
         module: whose forward pass this is.
         recompute: whether the whole forward pass is computed again in the backward pass.
         replaced: what the instance had in the place of its class's forward before, or None.
-        role: what runs around its own forward pass, or None.
+        role: what runs around its own forward pass, or None; ``leaf``: what that remembers of the module.
         is_attached: whether it does anything.
     """
 
@@ -54,6 +54,7 @@ class Patch:
         if vars(module).get("forward") == type(module).forward.__get__(module):
             del vars(module)["forward"]
         self.replaced: Callable[..., Any] | None = vars(module).get("forward")
+        self.leaf: Leaf | None = None
         self.role: Role | None = run_norm if is_norm(module) else run_leaf if is_leaf(module) else None
 
     @property
@@ -64,7 +65,7 @@ class Patch:
         return module
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_module": self.module}
+        return {**vars(self), "_module": self.module, "leaf": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _module=weakref.ref(state["_module"]))
@@ -130,7 +131,9 @@ class Patch:
         region = current_region()
         if region is not None and region.knows_parameters and not self.recompute and self.is_attached:
             role = self.role
-            return forward(*args, **kwargs) if role is None else role(region, module, partial(forward, *args, **kwargs))
+            if role is None:
+                return forward(*args, **kwargs)
+            return role(region, self, module, partial(forward, *args, **kwargs))
         if not self.is_attached or not can_enter() or torchscript_state() is not None:
             return forward(*args, **kwargs)
         run = partial(self._saving_once, module, forward)
@@ -152,7 +155,7 @@ class Patch:
         elif not region.knows_parameters:  # ``save_once`` is around it
             region.begin(module, (*args, *kwargs.values()))
         try:
-            return run() if self.role is None else self.role(region, module, run)
+            return run() if self.role is None else self.role(region, self, module, run)
         finally:
             if is_new:
                 pop_saved_tensors_hooks()

@@ -51,8 +51,8 @@ class Call:
         leaf: what the call has found in the module.
     """
 
-    def __init__(self, leaf: Leaf, function: Any, tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-        self.leaf, self._function, self._versions = leaf, function, versions[: len(leaf.tensors)]
+    def __init__(self, leaf: Leaf, tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
+        self.leaf, self._versions = leaf, versions[: len(leaf.tensors)]
         self._trained = [t.requires_grad for t in (*leaf.tensors, *tensors)]
         self._autocast = None
         if autocast_is_active():
@@ -75,7 +75,7 @@ class Call:
         kind = tensors[0].device.type
         autocast = torch.autocast(kind, dtype, is_on) if self._autocast or autocast_is_active() else nullcontext()
         with torch.enable_grad(), autocast:
-            return self._function(module, *args, **kwargs)
+            return self.leaf.function(module, *args, **kwargs)
 
     @property
     def name(self) -> str:
@@ -131,10 +131,10 @@ class Frame(Value):
 
         def pack(tensor: Tensor) -> None:
             number = next(numbers)
-            self._check(number, tensor)
+            whole = tensor._base if number in self.wholes else tensor
+            self._check(number, whole)
             if number in wanted:
-                base = tensor._base if number in self.wholes else None
-                found[number] = (tensor if base is None else base).detach()
+                found[number] = whole.detach()  # type: ignore[union-attr]  # it has been checked
             if number == last:
                 raise _Enough
 
@@ -157,8 +157,7 @@ class Frame(Value):
     def _check(self, number: int, tensor: Tensor | None) -> None:
         """Raise an error where the second run makes something else than the first."""
         expected, made = self._layouts.get(number), None if tensor is None else (tensor.shape, tensor.dtype)
-        is_view = tensor is not None and tensor._base is not None
-        if made != (expected or made) or made is None or (number in self.wholes and not is_view):
+        if made is None or made != (expected or made):
             raise RuntimeError(
                 f"{self.call.name}: backward ran this module again, and it computed something else: "
                 f"{made or 'nothing'} in the place of {expected}. {_ADVICE}"

@@ -54,10 +54,11 @@ def reached_by(things: Iterable[object]) -> tuple[list[nn.Module], list[Tensor]]
     return list(modules), tensors
 
 
-def names_reached_by(things: Iterable[object], owner: type) -> set[str]:
+def code_reached_by(things: Iterable[object], owner: type) -> tuple[set[str], list[Any]]:
     """The names in the code of functions among some objects, and of all functions that these can call: those that they
-    close over, have as defaults, name among their globals, in modules that are, or in a class."""
-    names, pending, seen = set[str](), [*things], set[int]()
+    close over, have as defaults, name among their globals, in modules that are, or in a class; and all else that they
+    close over, have as defaults, or name among their globals."""
+    names, values, pending, seen = set[str](), list[Any](), [*things], set[int]()
     while pending:
         thing: Any = pending.pop()
         if isinstance(thing, functools.partial):
@@ -68,11 +69,12 @@ def names_reached_by(things: Iterable[object], owner: type) -> set[str]:
             seen.add(id(thing))
             if (thing.__module__ or "").partition(".")[0] == "torch":
                 continue
-            own, read = names_in(thing.__code__), tree_leaves(read_by(thing))
+            own, read = names_in(thing.__code__), [value for found in read_by(thing) for value in found.values()]
             names |= own
+            values += read
             scopes = [*owner.__mro__, *(value for value in read if isinstance(value, types.ModuleType))]
             pending += [*read, *(vars(scope)[name] for scope in scopes for name in own if name in vars(scope))]
-    return names
+    return names, values
 
 
 def named_modules_of(function: Any) -> list[tuple[str, nn.Module]]:
