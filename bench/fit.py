@@ -82,7 +82,7 @@ CASES = (
 
 
 def loss_of(result: Any) -> Tensor:
-    """For ``fit`` too, so that what it predicts is what is measured here."""
+    """The loss, for ``fit`` too, so that what it predicts is what is measured here."""
     first: Tensor = result if isinstance(result, Tensor) else result[0]
     return first.square().mean()
 
@@ -149,7 +149,7 @@ def measure_case(case: Case, setting: Setting, *, compiles: bool = False) -> dic
 
 
 def _fitted(eager: Subject, allowed: int, facts: dict[str, Any]) -> Variant:
-    """After ``fit``; ``facts`` gets what it has predicted."""
+    """The model after ``fit``; ``facts`` gets what it has predicted."""
     subject = eager.twin()
     began = time.perf_counter()
     report = fl.fit(subject.model, subject.x, memory_budget_bytes=allowed, loss=loss_of)
@@ -177,7 +177,7 @@ def _compiled(eager: Subject, allowed: int, part: float) -> dict[str, Callable[[
 
 
 def with_checkpoints(eager: Subject, paths: Sequence[str]) -> Iterator[Subject]:
-    """With checkpoints around the first block, the first two, and so on."""
+    """Twins with checkpoints around the first block, the first two, and so on."""
     for number in range(1, len(_blocks(eager.model, paths)) + 1):
         subject = eager.twin()
         for block in _blocks(subject.model, paths)[:number]:

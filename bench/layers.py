@@ -172,7 +172,7 @@ def _gated(x: Tensor, w_gate: Tensor, w_up: Tensor, w_down: Tensor, block: Call)
 
 
 def build_conv(shape: shapes.Conv, format: str, kind: str, randn: Call, quick: bool) -> Work:
-    """In channels_last the parameters are so, too, as ``module.to(memory_format=...)`` makes them."""
+    """A convolution; in channels_last its parameters are so, too, as ``module.to(memory_format=...)`` makes them."""
     dims, inside, outside = len(shape.kernel), shape.in_channels, shape.out_channels
     batch, size = (1, tuple(max(8, n // 8) for n in shape.size)) if quick else (shape.batch[kind], shape.size)
     last = torch.channels_last_3d if dims == 3 else torch.channels_last

@@ -69,7 +69,7 @@ CASES = (
 
 
 def cases(kind: str) -> list[Case]:
-    """In both dtypes; on GPUs with larger batches, and without the compiler."""
+    """The cases in both dtypes; on GPUs with larger batches, and without the compiler."""
     found = [replace(c, dtype=d, is_compiled=c.is_compiled and d == "float32") for c in CASES for d in DTYPES]
     if kind == "cpu":
         return found

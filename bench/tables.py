@@ -213,6 +213,7 @@ WORKS_WITH: tuple[dict[str, tuple[str, str]], ...] = (
     {
         "LoRA on q and v, autocast": ("under autocast LoRA on q and v", "fuse_training"),
         "LoRA on all, autocast": ("on all projections", "fuse_training"),
+        "LoRA on q and v, checkpoints, autocast": ("on q and v with checkpoints of all blocks", "fuse_training"),
         "last block trained, autocast": ("only the last block trained", "save_once"),
     },
     {

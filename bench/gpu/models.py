@@ -183,7 +183,8 @@ def _results(model: nn.Module, loss: Loss) -> list[Tensor]:
 
 
 def _same_bits(name: str, way: str) -> Findings:
-    """By algorithms that repeat themselves: else PyTorch's differences from itself would hide ours."""
+    """Whether bits are the same, by algorithms that repeat themselves: else PyTorch's differences from itself would
+    hide ours."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         model, loss = _model(name, way)

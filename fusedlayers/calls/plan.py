@@ -186,7 +186,7 @@ def run_in_place(call: Call, dropout: float) -> Tensor:
 
 
 def _composite(plan: Plan, call: Call) -> Tensor:
-    """By PyTorch's own operations."""
+    """The result by PyTorch's own operations."""
     operation, tensors, activation, *_ = call
     if isinstance(operation, Mlp):
         x, (layer, *others), last = _layers(call)
@@ -221,7 +221,7 @@ def _compiled(plan: Plan, call: Call) -> Tensor:
 
 
 def _without_gradients(plan: Plan, call: Call) -> Tensor:
-    """By a backend's kernels; nothing is saved, and the output carries no branch bit."""
+    """The result by a backend's kernels; nothing is saved, and the output carries no branch bit."""
     operation, (x, w, b, residual), *_ = call
     kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
     z = operation(x, w, b)  # type: ignore[operator]
@@ -232,7 +232,7 @@ def _without_gradients(plan: Plan, call: Call) -> Tensor:
 
 
 def _fused(plan: Plan, call: Call) -> Tensor:
-    """By a backend's kernels, for gradients."""
+    """The result by a backend's kernels, with a node for gradients."""
     if plan.block is not None:
         return _block(plan, call)
     operation: Any = call.operation

@@ -38,7 +38,7 @@ class Limits(NamedTuple):
 
 
 def limits_of(x: Tensor) -> Limits:
-    """Those on the device of x."""
+    """The limits on the device of x."""
     return Limits(small_bytes(x), GPU_MEDIUM_BYTES if x.is_cuda else MEDIUM_BYTES)
 
 
@@ -56,7 +56,7 @@ def small_bytes(x: Tensor) -> int:
 
 @functools.cache
 def processors(device: int) -> int:
-    """Of a GPU: its multiprocessors, or compute units; of one that a fake tensor is on, and that is not there, 0."""
+    """The multiprocessors, or compute units, of a GPU; of one that a fake tensor is on, and that is not there, 0."""
     if device >= torch.cuda.device_count():
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -298,7 +298,7 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 def output_refused(function: str, activation: Activation, dtype: torch.dtype, reason: str) -> ValueError:
-    """For ``save="output"`` where the output does not determine the derivative."""
+    """The error of ``save="output"`` where the output does not determine the derivative."""
     return ValueError(
         f"{function}: save='output' is not possible for {activation!r} in {dtype}: {reason}; "
         "use save='auto', 'input' or 'recompute'"

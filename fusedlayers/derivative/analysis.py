@@ -204,9 +204,9 @@ def _refuse_what_is_inaccurate(
 
 
 def _refuse_untold_kinks(function: Function, features: Features, derivative: Derivative, dtype: torch.dtype) -> None:
-    """At a kink itself the derivative must be autograd's. Many inputs may lie there: zeros of a padding or a dropout,
-    values that were clamped, 16-bit numbers. A side that is flat has the kink's output too, often with another slope.
-    """
+    """Refuse kinks that outputs do not tell: at a kink the derivative must be autograd's. Many inputs may lie there:
+    zeros of a padding or a dropout, values that were clamped, 16-bit numbers. A side that is flat has the kink's output
+    too, often with another slope."""
     allowed = FLOAT32_ALLOWANCE * GELU_ERRORS[dtype].largest * features.steepest
     for kink in features.kinks:
         at = torch.tensor([kink.position], dtype=torch.float64).to(dtype).float()  # in which layers compute

@@ -103,11 +103,11 @@ class Training:
         return saved_bytes(self.step.forward, exclude=exclude)
 
     def times_ms(self, variants: Sequence[Callable[[], None]]) -> list[float]:
-        """Of a step, for each of the functions that make the model another one."""
+        """The times of a step, for each of the functions that make the model another one."""
         return step_times(self.step, variants, self.reset_random)
 
     def gradients(self) -> list[Tensor | None]:
-        """Of all parameters, and of inputs that need one."""
+        """The gradients of all parameters, and of inputs that need one."""
         self.reset_random()
         with isolated_gradients(self._leaves):
             for leaf in self._leaves:

@@ -49,7 +49,7 @@ class CompiledFit(Report):
 
     @property
     def backend(self) -> Callable[..., Any]:
-        """For ``torch.compile(model, backend=...)``: Inductor with this budget, for this model alone."""
+        """A backend for ``torch.compile(model, backend=...)``: Inductor with this budget, for this model alone."""
         return partial(inductor, memory_budget=self.activation_memory_budget)
 
     def __str__(self) -> str:

@@ -150,8 +150,8 @@ def _runs(module: InvertibleModule, inputs: tuple[Any, ...]) -> Iterator[_Run]:
 def _gradients(
     module: InvertibleModule, chain: Sequence[_Run], inputs: tuple[Any, ...], mode: Mode
 ) -> tuple[Tensor, ...]:
-    """Those of the inputs, and of the parameters of each module, as one vector each: some are zero but for rounding, as
-    that of a bias before a batch norm."""
+    """The gradients of the inputs, and of the parameters of each module, as one vector each: some are zero but for
+    rounding, as that of a bias before a batch norm."""
     leaves = [value.detach().clone().requires_grad_() if is_float(value) else value for value in inputs]
     owned = [[p for m in run.function.modules for p in m.parameters(recurse=False)] for run in chain]
     groups = [[leaf for leaf in leaves if is_float(leaf)], *([p for p in own if p.requires_grad] for own in owned)]
@@ -169,8 +169,8 @@ def _gradients(
 
 
 def _errors(found: Sequence[Any], expected: Sequence[Any]) -> list[tuple[float, float, int]]:
-    """Of the floating-point tensors (what is none is saved, and not computed): the norm of the difference, that of the
-    true tensor, and how many numbers that has."""
+    """The errors of floating-point tensors (others are saved, and not computed): the norm of the difference, that of
+    the true tensor, and how many numbers that has."""
     errors = []
     for a, b in zip(found, expected, strict=True):
         if is_float(b):

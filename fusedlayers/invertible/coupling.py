@@ -110,7 +110,7 @@ class _Half:
         return (streams[0], y) if self.place else (y, streams[1])
 
     def _scale_and_shift(self, streams: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor]:
-        """From the network's result, whose shape is checked."""
+        """The scale and shift in the network's result, whose shape is checked."""
         coupling, stream = self.coupling, streams[self.place]
         result = self.network(streams[1 - self.place])
         expected = list(stream.shape)

@@ -79,7 +79,7 @@ class RunState(Snapshot):
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Around the first run."""
+        """A context around the first run."""
         with super().recording():
             yield
         if self._cpu_state is not None and torch.equal(torch.get_rng_state(), self._cpu_state):
@@ -87,7 +87,7 @@ class RunState(Snapshot):
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Around the inverse, and around recomputations."""
+        """A context around the inverse, and around recomputations."""
         with ExitStack() as stack:
             stack.enter_context(super().again())
             for autocast in self._autocast:
@@ -305,5 +305,5 @@ def in_mode(mode: Mode | None) -> Iterator[None]:
 
 
 def current_mode() -> Mode | None:
-    """Of this thread."""
+    """The mode of this thread."""
     return _state.mode

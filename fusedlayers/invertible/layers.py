@@ -139,7 +139,7 @@ class InvertibleConv1d(_InvertibleConv, nn.Conv1d):
 
 
 class InvertibleConv2d(_InvertibleConv, nn.Conv2d):
-    """As ``InvertibleConv1d``, for images.
+    """An ``InvertibleConv1d`` for images.
 
     >>> import torch, fusedlayers as fl
     >>> fl.InvertibleConv2d(8, 8, 1)(torch.randn(2, 8, 5, 5)).shape
@@ -148,7 +148,7 @@ class InvertibleConv2d(_InvertibleConv, nn.Conv2d):
 
 
 class InvertibleConv3d(_InvertibleConv, nn.Conv3d):
-    """As ``InvertibleConv1d``, for volumes."""
+    """An ``InvertibleConv1d`` for volumes."""
 
 
 def left_inverse(weight: Tensor) -> Tensor:
@@ -233,11 +233,11 @@ class InvertibleBatchNorm1d(_InvertibleBatchNorm, nn.BatchNorm1d):
 
 
 class InvertibleBatchNorm2d(_InvertibleBatchNorm, nn.BatchNorm2d):
-    """As ``InvertibleBatchNorm1d``, for images."""
+    """An ``InvertibleBatchNorm1d`` for images."""
 
 
 class InvertibleBatchNorm3d(_InvertibleBatchNorm, nn.BatchNorm3d):
-    """As ``InvertibleBatchNorm1d``, for volumes."""
+    """An ``InvertibleBatchNorm1d`` for volumes."""
 
 
 # --- weights that stay orthogonal -------------------------------------------------------------------------------------

@@ -225,7 +225,8 @@ class InvertibleSequential(InvertibleModule, nn.Sequential):
         return self._run_plain(*outputs) if self.reversed else self._run_backwards(outputs)
 
     def _run_backwards(self, values: tuple[Any, ...]) -> Any:
-        """From what ``forward`` returns to what it takes. Outputs that the caller does not see are missing."""
+        """Run the inverses, from what ``forward`` returns to what it takes. Outputs that the caller does not see are
+        missing."""
         for module in reversed(self._in_order()):
             values = as_tuple(module.call_inverse(*values))[: module._visible(of_inverse=True)]
         return single_or_tuple(values)
@@ -290,7 +291,7 @@ def invertible_checkpoint(
 def function_of(
     name: str, function: Callable[..., Any], inverse: Callable[..., Any], num_outputs: int | None, **options: Any
 ) -> InvertibleFunction:
-    """Of a function and an inverse that may return single values."""
+    """A module of a function and an inverse that may return single values."""
     calls = (lambda *values: as_tuple(function(*values))), (lambda *values: as_tuple(inverse(*values)))
     return InvertibleFunction(name, *calls, num_outputs, **options)
 

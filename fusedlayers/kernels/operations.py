@@ -29,7 +29,7 @@ class Matmul:
         return F.linear(x, w, b)
 
     def shape(self, x: Tensor, w: Weight) -> Sizes:
-        """Of z."""
+        """The shape of z."""
         return *x.shape[:-1], w.shape[0]
 
     def returns_view(self, x: Tensor) -> bool:
@@ -73,7 +73,7 @@ class Convolution(NamedTuple):
         return call(x, w, b, self.stride, self.padding, self.dilation, self.groups)
 
     def shape(self, x: Tensor, w: Weight) -> Sizes:
-        """Of z. A size may be negative, if the kernel is larger than what it is moved over."""
+        """The shape of z. A size may be negative, if the kernel is larger than what it is moved over."""
         dims = len(self.stride)
         *leading, _ = x.shape[:-dims]
         if self.padding == "same":
@@ -131,7 +131,7 @@ class Mlp(NamedTuple):
     is_cast: bool = True
 
     def shape(self, x: Tensor, w: Weight) -> Sizes:
-        """Of z, what the activation is given."""
+        """The shape of z, which the activation is given."""
         return *x.shape[:-1], w.shape[0] // (2 if self.is_packed else 1)
 
 

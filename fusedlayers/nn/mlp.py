@@ -74,7 +74,7 @@ class FusedBlock(WithActivation):
                 )
 
     def layers(self) -> dict[str, Any]:
-        """By name, as they are now; the last one makes the output."""
+        """The layers by name, as they are now; the last one makes the output."""
         raise NotImplementedError
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:

@@ -25,14 +25,14 @@ class BlockDropout(NamedTuple):
 
     @classmethod
     def draw(cls, p: float, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> BlockDropout:
-        """Those that ``F.dropout`` would drop of a hidden layer of this size."""
+        """The elements that ``F.dropout`` would drop of a hidden layer of this size."""
         keep = torch.zeros(rows, hidden, dtype=torch.bool, device=device)
         if p < 1:
             keep = reference.drawn(torch.empty(rows, hidden, dtype=dtype, device=device), p)
         return cls(1 / (1 - p) if p < 1 else 0.0, reference.packed(keep))
 
     def apply(self, hidden: Tensor) -> Tensor:
-        """In operations that autograd can differentiate."""
+        """The result, in operations that autograd can differentiate."""
         return hidden * self._mask(hidden, 0) * self.factor
 
     def overwrite(self, hidden: Tensor, first: int) -> None:
@@ -122,7 +122,7 @@ class Block(NamedTuple):
     def gradients(
         self, dy: Tensor, parts: Sequence[Tensor], operands: Sequence[Tensor], request: GradientRequest, first: int
     ) -> tuple[Tensor | None, Sequence[Tensor | None]]:
-        """From the gradient of the last layer's input, which is overwritten too, to those of the pre-activations, in
+        """Go from the gradient of the last layer's input, which is overwritten too, to those of the pre-activations, in
         place over ``parts``; returned are those of the bias and of the operands."""
         if self.dropout is not None:
             self.dropout.overwrite(dy, first)

@@ -171,8 +171,8 @@ class _Totals:
         self.wanted = GradientRequest("output" if block.saved == "output" else "input", True, bias, needs.operands)
 
     def through_last(self, dy: Tensor, parts: Sequence[Tensor], first: int) -> None:
-        """From the gradient of the result to those of the pre-activations, in place over ``parts``, for the chunk whose
-        first row is ``first``."""
+        """Go from the gradient of the result to those of the pre-activations, in place over ``parts``, for the chunk
+        whose first row is ``first``."""
         block = self.block
         if self.needs.w and not block.is_whole:
             self.of_w.add_product(dy, block.hidden(parts, self.operands, first, overwrite=False))
@@ -185,7 +185,7 @@ class _Totals:
                 total += 0.0 if share is None else share.view_as(total)
 
     def through_first(self, of_parts: list[Tensor], x: Tensor, out: Tensor | None) -> Tensor | None:
-        """From the gradients of the pre-activations, each of which is freed when it has been read, to those of the
+        """Go from the gradients of the pre-activations, each of which is freed when it has been read, to those of the
         first layers, and of x, which is returned, in ``out`` if given."""
         dx = None
         if self.block.is_packed and self.needs.weights[0] and self.of_packed is None:

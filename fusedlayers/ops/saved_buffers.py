@@ -38,7 +38,7 @@ EDITED = "one of the variables needed for gradient computation has been modified
 
 
 class Expected(NamedTuple):
-    """Of an output that hooks get: its version once ``forward`` has ended; and, where they are no checkpoint's, an
+    """An output that hooks get: its version once ``forward`` has ended; and, where they are no checkpoint's, an
     empty tensor that counts the writes to it."""
 
     version: int
@@ -92,7 +92,7 @@ def saved_output(ctx: Any, function: str, activation: Activation) -> list[Tensor
 
 
 def _was_edited(function: str, activation: Activation, reason: str) -> RuntimeError:
-    """For an output that backward reads, and that is not what ``forward`` has saved."""
+    """The error of an output that backward reads, and that is not what ``forward`` has saved."""
     return RuntimeError(
         f"{function}: its {activation} output was edited in place after the forward pass, and backward reads it. "
         'Edit a copy (y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '

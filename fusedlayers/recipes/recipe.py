@@ -128,7 +128,7 @@ class Value:
 
 
 def _drop(reference: weakref.ref[Value]) -> None:
-    """After a backward pass."""
+    """Forget the tensor, after a backward pass."""
     value = reference()
     if value is not None:
         value._tensor = None
@@ -189,7 +189,7 @@ class Stored(Value):
         return self.operands[0] if self.operands else self
 
     def become(self, recipe: Value) -> None:
-        """From now on it is replayed."""
+        """Be replayed from now on."""
         self.operands, self.packed, self.depth = (recipe,), None, recipe.depth
         for _ in range(self.readers):
             recipe.claim()

@@ -81,7 +81,7 @@ def _reshape(region: Region, node: Any, result: Tensor | None) -> Replay | None:
 
 
 def _clone(region: Region, node: Any, result: Tensor | None) -> Replay | None:
-    """Of what is replayed. An operation in place saves a clone of what it then writes over."""
+    """A copy of what is replayed. An operation in place saves a clone of what it then writes over."""
     x = region.operand(node, 0)
     return (torch.clone, (x,)) if isinstance(x, Recipe) else None
 

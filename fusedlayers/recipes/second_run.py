@@ -192,7 +192,7 @@ class _Enough(BaseException):  # no error, which code may catch: it ends a run
 
 
 def _forget(reference: weakref.ref[Frame]) -> None:
-    """After a backward pass."""
+    """Forget the tensors, after a backward pass."""
     frame = reference()
     if frame is not None:
         frame._made = {}

@@ -150,7 +150,7 @@ def _edge(children: Sequence[ChildCosts], k: int) -> int:
 
 
 def _steps(children: Sequence[ChildCosts], start: int, mode: Recompute) -> list[_Step]:
-    """Those that begin with this child, each of one child more, and of no fewer bytes than the one before it."""
+    """The steps that begin with this child, each of one child more, and of no fewer bytes than the one before it."""
     if mode == "cheap":
         children = [child.selective or child for child in children]
     first, edge = children[start], _edge(children, start)
@@ -227,8 +227,8 @@ def _search(
 
 
 def _pareto_front(states: list[_State], most: int) -> list[_State]:
-    """Those that no other one beats in both bytes saved and cost, separately by whether the output is saved. Of many,
-    some are taken, with the one that saves least among them: if any plan fits, one that continues it does."""
+    """The plans that no other one beats in both bytes saved and cost, separately by whether the output is saved. Of
+    many, some are taken, with the one that saves least among them: if any plan fits, one that continues it does."""
     found: list[_State] = []
     for saves_output in (False, True):
         front: list[_State] = []

@@ -303,7 +303,7 @@ def _bytes_between_layers(function: Callable[[Tensor], Tensor], z: Tensor) -> in
 def _bytes_of_block(
     layer: FusedBlock, function: Callable[[Tensor], Tensor], activation: object, z: Tensor
 ) -> list[int]:
-    """By the layers one after the other, and by the block, for hidden elements as many as z has."""
+    """The bytes by the layers one after the other, and by the block, for hidden elements as many as z has."""
     block = type(layer)(8, z.shape[-1], 8, activation, save=layer.save, dtype=z.dtype)
     x = torch.randn(z.numel() // z.shape[-1], 8, dtype=z.dtype)
     by_calls = functools.partial(block.by_calls, function=function)

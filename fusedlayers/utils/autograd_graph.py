@@ -48,7 +48,7 @@ def hides_what_it_saves(node: Any) -> bool:
 
 
 def checkpoints_of(nodes: Iterable[Any]) -> Iterator[tuple[list[Any], list[Tensor]]]:
-    """For each checkpoint its nodes, those of checkpoints in it included, and the inputs that it will recompute from.
+    """The nodes of each checkpoint, those of checkpoints in it included, and the inputs that it will recompute from.
 
     The nodes of the checkpointed function are in the graph and save next to nothing. Their unpack hooks hold the
     inputs, as saved tensors (torch 2.13) or on a node outside the graph (2.11).

@@ -94,7 +94,7 @@ def path_text(modules: Iterable[str], model: str = "the model") -> str:
 
 
 def _merged(paths: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """As few paths as name these and no others."""
+    """The fewest paths that name these and no others."""
     rests: dict[str, dict[tuple[str, ...], None]] = {}
     for path in paths:
         if not path:

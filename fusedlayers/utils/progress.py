@@ -37,7 +37,7 @@ def asked(function: str, progress: object) -> OnStage:
 
 
 def within(on_stage: OnStage, start: float, end: float) -> OnStage:
-    """For a part of a run: told of 0 to 1, it tells of ``start`` to ``end``."""
+    """A function for a part of a run: told of 0 to 1, it tells of ``start`` to ``end``."""
     return lambda stage, part: on_stage(stage, round(start + (end - start) * part, 2))
 
 

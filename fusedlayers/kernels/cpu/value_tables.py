@@ -134,7 +134,7 @@ def _is_exact(kernel: loops.Kernel, y: Tensor, expected: Tensor) -> bool:
 
 
 def _inputs() -> Tensor:
-    """Those that tables are tried on, of which the first, ``NORMAL``, are of N(0, 1)."""
+    """The inputs that tables are tried on, of which the first, ``NORMAL``, are of N(0, 1)."""
     normal = torch.special.ndtri((torch.arange(NORMAL, dtype=torch.float64) + 0.5) / NORMAL)
     sizes = torch.logspace(-44, 38, 4001, dtype=torch.float64)
     wide = torch.linspace(-32, 32, 65_537, dtype=torch.float64) + 1e-4

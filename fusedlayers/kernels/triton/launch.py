@@ -40,7 +40,7 @@ class Launch:
         self._compiled: Any = None
 
     def __call__(self, *tensors: Tensor) -> None:
-        """On the current device, which must be the tensors'."""
+        """Launch on the current device, which must be the tensors'."""
         is_aligned = True
         for tensor in tensors:
             if tensor.data_ptr() & 15:
@@ -95,10 +95,10 @@ def on(tensor: Tensor) -> Any:
 
 
 def cdiv(a: int, b: int) -> int:
-    """As ``triton.cdiv``, which takes 10 us on the host."""
+    """The quotient, rounded up: ``triton.cdiv`` takes 10 us on the host."""
     return -(-a // b)
 
 
 def next_power_of_2(n: int) -> int:
-    """As ``triton.next_power_of_2``, likewise."""
+    """The next power of 2: ``triton.next_power_of_2`` takes as long."""
     return 1 << (n - 1).bit_length()
