@@ -192,11 +192,7 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         name = activation.__name__
         raise TypeError(f"{function}: activation must be an instance, {name}(...), and not the class {name}")
     if not callable(activation):
-        hint = ""
-        if "Conv" in function and isinstance(activation, int | tuple):
-            hint = "; other arguments, as stride=2, are keywords"
-        elif isinstance(activation, bool) and "Dense" in function:  # the place of nn.Linear's bias
-            hint = f"; write bias={activation}"
+        hint = "; other arguments (bias=False, stride=2) are keywords" if isinstance(activation, int | tuple) else ""
         raise TypeError(
             f"{function}: activation must be a name, a module, a function or None, got {described(activation)}{hint}"
         )

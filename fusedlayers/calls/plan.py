@@ -11,8 +11,6 @@ Else it runs layer by layer: each of its layers is a call with a plan of its own
 that are computed from others, and under ``torch.compile``.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -192,31 +190,29 @@ def _composite(plan: Plan, call: Call) -> Tensor:
         x, (layer, *others), last = _layers(call)
         activated = validation.activated(operation.function, activation, F.linear(x, *layer))
         return after_activation(activated, [F.linear(x, *other) for other in others], operation.dropout, last)
-    x, w, b, residual = tensors
-    z = operation(x, w, b)
-    return validation.activated(operation.function, activation, z if residual is None else z + residual)
+    return validation.activated(operation.function, activation, _pre_activation(operation, *tensors))
+
+
+def _pre_activation(operation: Any, x: Tensor, w: Any, b: Tensor | None, residual: Tensor | None) -> Tensor:
+    z: Tensor = operation(x, w, b)
+    return z if residual is None else z + residual
 
 
 def _compiled(plan: Plan, call: Call) -> Tensor:
     """Functional operations that save what the plan says, and that the compiler fuses."""
     operation, tensors, activation, *_ = call
-
-    def pre_activation(x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None) -> Tensor:
-        z: Tensor = operation(x, w, b)  # type: ignore[operator]
-        return z if residual is None else z + residual
-
     # An exported program is for inference.
     if plan.saved in ("nothing", "eager") or _torch.is_exporting():
-        y: Tensor = activation.plain(pre_activation(*tensors))
+        y: Tensor = activation.plain(_pre_activation(operation, *tensors))
     elif plan.saved == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
         # variable. A trace runs imports as it meets them.
         from ..ops.compiled_act import output_saved
 
-        z, parameters = pre_activation(*tensors), tuple(activation.parameters.items())
-        y = output_saved(z, activation.name, parameters)
+        z = _pre_activation(operation, *tensors)
+        y = output_saved(z, activation.name, tuple(activation.parameters.items()))
     else:
-        y = compiled_checkpoint(lambda *inputs: activation.plain(pre_activation(*inputs)), *tensors)
+        y = compiled_checkpoint(lambda *inputs: activation.plain(_pre_activation(operation, *inputs)), *tensors)
     return y
 
 

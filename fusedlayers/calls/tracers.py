@@ -1,7 +1,5 @@
 """Who traces a call, and must see PyTorch's own operations; and the trace of a user's activation for a call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

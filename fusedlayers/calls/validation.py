@@ -5,8 +5,6 @@ some not at all: a bias of one element is broadcast, and a kernel reads beyond i
 before anything is computed. Each check says which function was called, what it expected, what it got, and what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
@@ -295,14 +293,6 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 # --- errors of what runs later ----------------------------------------------------------------------------------------
-
-
-def output_refused(function: str, activation: Activation, dtype: torch.dtype, reason: str) -> ValueError:
-    """For ``save="output"`` where the output does not determine the derivative."""
-    return ValueError(
-        f"{function}: save='output' is not possible for {activation!r} in {dtype}: {reason}; "
-        "use save='auto', 'input' or 'recompute'"
-    )
 
 
 def activated(function: str, activation: Activation, z: Tensor) -> Tensor:

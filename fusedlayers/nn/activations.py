@@ -39,9 +39,6 @@ def _drop_in(name: str) -> Any:
         if not parameters and not keywords:
             return bias_act(input, None, default, inplace=inplace)
         bound = dict(zip(names, parameters, strict=False))
-        twice = sorted(set(bound) & set(keywords))
-        if twice:
-            raise TypeError(f"{name}() got multiple values for {', '.join(twice)}")
         return bias_act(input, None, row.bind(**bound, **keywords), inplace=inplace)
 
     register_stand_in(name, function)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..activations import DTYPES, Activation, must_call_reason, resolve
+from ..activations import Activation, must_call_reason, resolve
 from ..calls.decide import choose_save, describe
 from ..calls.tracers import with_operands
 from ..calls.validation import check_dropout, check_features, check_save, check_window
@@ -96,10 +96,6 @@ class FusedAct(WithActivation):
             raise TypeError(
                 f"{cls.__name__}.from_modules: expected a plain {expected}, got {type(layer).__name__}, which may "
                 "compute something else; leave it as it is"
-            )
-        if layer.weight.dtype not in DTYPES:
-            raise TypeError(
-                f"{cls.__name__}.from_modules: {layer.weight.dtype} is no floating dtype; leave it as it is"
             )
         reason = must_call_reason(layer)
         if reason is not None:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ..activations import DTYPES, Activation, must_call_reason, resolve
+from ..activations import Activation, must_call_reason, resolve
 from ..calls.decide import describe
 from ..calls.plan import after_activation
 from ..calls.validation import check_block_options, check_features
@@ -39,18 +39,10 @@ class FusedBlock(WithActivation):
         """A block of layers that are there, which are shared."""
         for name, layer in layers.items():
             if type(layer) is not nn.Linear:
-                found = f"{type(layer).__name__}, which may compute something else; leave it as it is"
-                if isinstance(activation, nn.Linear):  # it stands where a layer should
-                    found = f"{type(layer).__name__}, and Linear as the activation, which comes second"
-                raise TypeError(f"{cls.__name__}.from_modules: {name} must be a plain nn.Linear, got {found}")
-        cls._check_fit(layers)
-        block = cls.__new__(cls)
-        nn.Module.__init__(block)
-        block._set_block(layers, activation, dropout, save, chunks)
-        return block.train(next(iter(layers.values())).training)
-
-    @classmethod
-    def _check_fit(cls, layers: Mapping[str, Any]) -> None:
+                raise TypeError(
+                    f"{cls.__name__}.from_modules: {name} must be a plain nn.Linear, got {type(layer).__name__}; the "
+                    "activation comes second, and a layer that computes something else stays as it is"
+                )
         *first, (name, last) = layers.items()
         hidden = last.in_features * (2 if cls.is_gated and len(first) == 1 else 1)
         expected = first[0][1].in_features, hidden
@@ -61,17 +53,10 @@ class FusedBlock(WithActivation):
                     f"{cls.__name__}.from_modules: {other} makes {found[1]} features of {found[0]}, where {name} with "
                     f"{last.in_features} input features needs {expected[1]} of {expected[0]}; pass layers of one block"
                 )
-            if layer.weight.device != last.weight.device:
-                raise ValueError(
-                    f"{cls.__name__}.from_modules: {other} is on {layer.weight.device} but {name} is on "
-                    f"{last.weight.device}; move one of them"
-                )
-        for other, layer in layers.items():
-            if layer.weight.dtype not in DTYPES:
-                raise TypeError(
-                    f"{cls.__name__}.from_modules: {other} is of {layer.weight.dtype}, which is no floating dtype; "
-                    "leave it as it is"
-                )
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block._set_block(layers, activation, dropout, save, chunks)
+        return block.train(first[0][1].training)
 
     def layers(self) -> dict[str, Any]:
         """By name, as they are now; the last one makes the output."""

@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Node
 from ..._torch import OpOverload, signature_of
 from ...activations import Activation, upcast
 from ...activations.tracing import TORCH_CALLS
-from ...utils.layout import Layout, laid_out, layout_along
+from ...utils.layout import laid_out, layout_along
 from ..interface import GradientRequest
 from .chunks import blocks
 
@@ -72,29 +72,13 @@ def _walk(
     layout = layout_along(inputs[0], dim)
     whole = [laid_out(tensor, layout) for tensor in (*inputs, out)]
     wide = torch.promote_types(out.dtype, torch.float32)
-    others = [_spread(p.detach().to(wide), layout) for p in operands]
+    others = [p.detach().to(wide).reshape(() if p.numel() == 1 else (-1, 1)) for p in operands]
     free: Buffers = defaultdict(list)
     for block in blocks(layout):
         *parts, target = (tensor[block] for tensor in whole)
         results = program([*map(upcast, parts), *(p[block[1]] if p.dim() else p for p in others)], free)
         target.copy_(results[0])  # not before all is computed: it may be one of the inputs
         yield block[1], [r.expand_as(target) for r in results]  # a constant is one number
-
-
-def _spread(operand: Tensor, layout: Layout) -> Tensor:
-    """An operand, shaped to be combined with blocks."""
-    if operand.numel() == 1:
-        return operand.reshape(())
-    column = operand.reshape(-1, 1)
-    # Where few neighbours share a channel torch would start a new loop for every few numbers.
-    if layout.inner in range(2, _SHORT_LOOP) and layout.outer >= _OFTEN:
-        return column.expand(-1, layout.inner).contiguous()
-    return column
-
-
-#: Neighbours from which a loop over them is long enough, and images from which a copy for one of them is small.
-_SHORT_LOOP = 256
-_OFTEN = 4
 
 
 @functools.lru_cache(_PROGRAMS)
