@@ -17,7 +17,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -72,7 +72,11 @@ def trace_activation(
     if traced is None:
         try:
             kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in variables.tensors)
-            _count((variables.code, kinds, example, dtype, autocast))
+            kind = variables.code, kinds, example, dtype, autocast
+            if _trace_counts.put(kind, (_trace_counts.get(kind) or 0) + 1) > _MAX_TRACES:
+                raise NotPointwise(
+                    "the numbers (or functions) that it reads change from call to call; let it read tensors instead"
+                )
             traced = _trace(activation, variables, example, dtype, autocast)
         except NotPointwise as refusal:
             traced = str(refusal)
@@ -97,14 +101,6 @@ def trace_activation(
 def without_logging() -> AbstractContextManager[None]:
     """Log nothing in this thread: the caller only asks whether functions could be fused."""
     return muted(_log)
-
-
-def _count(key: Hashable) -> None:
-    count = _trace_counts.put(key, (_trace_counts.get(key) or 0) + 1)
-    if count > _MAX_TRACES:
-        raise NotPointwise(
-            "the numbers (or functions) that it reads change from call to call; let it read tensors instead"
-        )
 
 
 def _left_to_pytorch(activation: Activation, why: str) -> WithOperands:

@@ -153,7 +153,7 @@ def activation(
                 "activation: derivative_given_output must be stated, of a function that is written with def or lambda, "
                 f"whose attribute it becomes; got {', '.join(stated)} of {function!r}"
             )
-        from .custom import trace_activation  # whose import takes a second
+        from .custom import trace_activation  # which looks functions up here
 
         vars(function).update(stated)
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in find_variables(function).tensors))

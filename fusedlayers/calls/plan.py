@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _torch
 from .._torch import (
@@ -189,7 +189,7 @@ def _composite(plan: Plan, call: Call) -> Tensor:
     if isinstance(operation, Mlp):
         x, (layer, *others), last = _layers(call)
         activated = validation.activated(operation.function, activation, F.linear(x, *layer))
-        return after_activation(activated, [F.linear(x, *other) for other in others], operation.dropout, last)
+        return F.linear(hidden_of(activated, [F.linear(x, *other) for other in others], operation.dropout), *last)
     return validation.activated(operation.function, activation, _pre_activation(operation, *tensors))
 
 
@@ -297,7 +297,7 @@ def _by_layer(plan: Plan, call: Call) -> Tensor:
             activated.mul_(F.linear(x, *other))
         dropout = operation.dropout
         return F.linear(F.dropout(activated, dropout, inplace=True) if dropout else activated, *last)
-    return after_activation(activated, [F.linear(x, *other) for other in others], operation.dropout, last)
+    return F.linear(hidden_of(activated, [F.linear(x, *other) for other in others], operation.dropout), *last)
 
 
 def _layers(call: Call) -> tuple[Tensor, Sequence[Linear], Linear]:
@@ -307,10 +307,9 @@ def _layers(call: Call) -> tuple[Tensor, Sequence[Linear], Linear]:
     return x, unpacked(first) if call.operation.is_packed else first, last  # type: ignore[union-attr]
 
 
-def after_activation(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Linear | nn.Module) -> Tensor:
-    """The rest of a block: the product with the other half of a gate, dropout, and the last layer."""
-    hidden = dropped(functools.reduce(torch.mul, others, activated), dropout)
-    return last(hidden) if isinstance(last, nn.Module) else F.linear(hidden, *last)
+def hidden_of(activated: Tensor, others: Sequence[Tensor], dropout: float) -> Tensor:
+    """The input of a block's last layer: the product with the other half of a gate, and dropout."""
+    return dropped(functools.reduce(torch.mul, others, activated), dropout)
 
 
 def dropped(y: Tensor, p: float) -> Tensor:

@@ -91,7 +91,7 @@ def check_call(operation: Operation, tensors: Sequence[Any], save: str) -> None:
             _check_dim(function, x, operation.dim)
             _check_shape(function, "bias", b, (x.shape[operation.dim],), f" along dim {operation.dim} of {dims_of(x)}")
     else:
-        _check_bias(function, "bias", b, "weight", w)
+        _check_shape(function, "bias", b, w.shape[:1], f" for weight {dims_of(w)}")
     check_one_dtype(function, {"input": x, "weight": w, "bias": b, "residual": residual}, is_cast=not is_pointwise)
     if residual is not None:
         _check_shape(function, "residual", residual, operation.shape(x, w), ", like the result")
@@ -118,7 +118,7 @@ def _check_block(operation: Mlp, tensors: Sequence[Any]) -> None:
                 f"{function}: expected {name} (out, hidden) for {first_name} ({rows}, in), got {dims_of(last_w)} and "
                 f"{dims_of(w)}; {name}.shape[1] must be {part}{first_name}.shape[0]"
             )
-        _check_bias(function, bias_name, bias, name, weight)
+        _check_shape(function, bias_name, bias, weight.shape[:1], f" for {name} {dims_of(weight)}")
     check_one_dtype(function, {"input": x, **weights, **biases}, is_cast=True)
 
 
@@ -167,13 +167,8 @@ def _check_dense(function: str, x: Tensor, w: Tensor, name: str) -> None:
         )
 
 
-def _check_bias(function: str, name: str, bias: Tensor | None, weight_name: str, weight: Tensor) -> None:
-    if bias is not None:
-        _check_shape(function, name, bias, weight.shape[:1], f" for {weight_name} {dims_of(weight)}")
-
-
-def _check_shape(function: str, name: str, tensor: Tensor, expected: tuple[int, ...], why: str) -> None:
-    if tensor.shape != expected:
+def _check_shape(function: str, name: str, tensor: Tensor | None, expected: tuple[int, ...], why: str) -> None:
+    if tensor is not None and tensor.shape != expected:
         raise ValueError(f"{function}: expected {name} {tuple(expected)}{why}, got {dims_of(tensor)}")
 
 

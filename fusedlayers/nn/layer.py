@@ -45,8 +45,6 @@ class WithActivation(nn.Module):
         self.save = save
 
     def _specialised(self, activation: Activation) -> Activation:
-        if not activation.needs_tracing:
-            return activation
         return with_operands(activation, self._example_shape(), self._example_tensor().dtype).activation
 
 

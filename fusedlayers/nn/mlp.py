@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ..activations import Activation, must_call_reason, resolve
 from ..calls.decide import describe
-from ..calls.plan import after_activation
+from ..calls.plan import hidden_of
 from ..calls.validation import check_block_options, check_features
 from ..functional import bias_act, gated_mlp, mlp
 from ..kernels.operations import Mlp
@@ -81,7 +81,8 @@ class FusedBlock(WithActivation):
             activated = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
         else:
             activated = function(first)
-        return after_activation(activated, others, self.dropout if self.training else 0.0, self._last)
+        y: Tensor = self._last(hidden_of(activated, others, self.dropout if self.training else 0.0))
+        return y
 
     def _example_tensor(self) -> Tensor:
         weight: Tensor = self._last.weight

@@ -21,7 +21,7 @@ from torch.fx import GraphModule, Node
 
 from ..._torch import OpOverload, signature_of
 from ...activations import Activation, upcast
-from ...activations.tracing import TORCH_CALLS
+from ...activations.tracing import TORCH_CALLS, aten_graph, simplified, slow_kernels
 from ...utils.layout import laid_out, layout_along
 from ..interface import GradientRequest
 from .chunks import blocks
@@ -34,7 +34,7 @@ _PROGRAMS = 512
 
 def activate(z: Tensor, y: Tensor, activation: Activation, operands: Sequence[Tensor], dim: int) -> None:
     """Write the activation's output into y, which may be z."""
-    program = _forward(activation, torch.promote_types(z.dtype, torch.float32))
+    program = _program(activation, torch.promote_types(z.dtype, torch.float32))
     for _ in _walk(program, (z,), y, operands, dim):
         pass
 
@@ -50,7 +50,7 @@ def gradient(
 ) -> list[Tensor | None]:
     """Write dz, and return the requested gradients of the operands, flat; z is the output if that was saved."""
     wide = torch.promote_types(z.dtype, torch.float32)
-    program = _gradient(activation, request.needs_operands, request.saved, wide)
+    program = _program(activation, wide, request.saved, request.needs_operands)
     needy = [p for p, need in zip(operands, request.needs_operands, strict=True) if need]
     # Summed in float64, block by block: the order is fixed, so the rounding is too.
     sums = [torch.zeros(p.numel(), dtype=torch.float64, device=z.device) for p in needy]
@@ -82,25 +82,12 @@ def _walk(
 
 
 @functools.lru_cache(_PROGRAMS)
-def _forward(activation: Activation, dtype: torch.dtype) -> Program:
-    return _program(activation.function, 1, activation, dtype)
-
-
-@functools.lru_cache(_PROGRAMS)
-def _gradient(activation: Activation, needs: tuple[bool, ...], given: str, dtype: torch.dtype) -> Program:
-    return _program(activation.gradient_function(needs, given), 2, activation, dtype)
-
-
-def _program(function: Callable[..., Any], inputs: int, activation: Activation, dtype: torch.dtype) -> Program:
-    from ...activations.tracing import aten_graph, simplified, slow_kernels  # whose import takes a second
-
-    count = inputs + len(activation.operand_dims)
-    examples = [torch.zeros(_EXAMPLE, dtype=dtype, device="cpu") for _ in range(count)]
+def _program(activation: Activation, dtype: torch.dtype, given: str = "", needs: tuple[bool, ...] = ()) -> Program:
+    """The program of an activation; or that of its gradients, if ``given`` says what was saved."""
+    function, inputs = (activation.gradient_function(needs, given), 2) if given else (activation.function, 1)
+    # All of one shape: the trace then leaves an operand's gradient as it is, element by element.
+    examples = [torch.zeros(4, 6, dtype=dtype, device="cpu") for _ in range(inputs + len(activation.operand_dims))]
     return Program(simplified(aten_graph(function, examples, slow_kernels())), inputs)
-
-
-#: All examples have one shape: the trace then leaves an operand's gradient as it is, element by element.
-_EXAMPLE = (4, 6)
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
