@@ -6,8 +6,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ..activations import Activation, must_call_reason, resolve
-from ..calls.decide import describe
+from ..activations import must_call_reason
 from ..calls.plan import hidden_of
 from ..calls.validation import check_block_options, check_features
 from ..functional import bias_act, gated_mlp, mlp
@@ -21,17 +20,15 @@ class FusedBlock(WithActivation):
     """The base of the blocks: the settings, and calls of their layers one by one."""
 
     is_gated: ClassVar[bool]
-    dropout: float
     chunks: int | None
 
     def _set_block(
         self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int | None
     ) -> None:
-        check_block_options(Mlp(type(self).__name__, dropout, chunks, self.is_gated), save)
+        self.dropout, self.chunks = dropout, chunks
+        check_block_options(self._operation(), save)
         for name, layer in layers.items():
             self.add_module(name, layer)
-        self.dropout = dropout
-        self.chunks = chunks
         self._set(activation, save)
 
     @classmethod
@@ -59,12 +56,11 @@ class FusedBlock(WithActivation):
         return block.train(first[0][1].training)
 
     def layers(self) -> dict[str, Any]:
-        """By name, as they are now; the last one makes the output."""
+        """The layers by name, as they are now; the last one makes the output."""
         raise NotImplementedError
 
-    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        block = Mlp(type(self).__name__, self.dropout, self.chunks, self.is_gated)
-        return describe(activation, self.save, dtype, self._example_tensor().device, block)
+    def _operation(self) -> Mlp:
+        return Mlp(type(self).__name__, self.dropout, self.chunks, self.is_gated)
 
     @property
     def _last(self) -> Any:
@@ -84,23 +80,11 @@ class FusedBlock(WithActivation):
         y: Tensor = self._last(hidden_of(activated, others, self.dropout if self.training else 0.0))
         return y
 
-    def _example_tensor(self) -> Tensor:
-        weight: Tensor = self._last.weight
-        return weight
-
-    def _example_shape(self) -> tuple[int, ...]:
-        return 2, self._last.in_features
+    def _example(self) -> tuple[tuple[int, ...], Tensor]:
+        return (2, self._last.in_features), self._last.weight
 
     def extra_repr(self) -> str:
-        resolved = resolve(self.activation)
-        reason = _called_because(self.layers())
-        if reason is None:
-            resolved = self._specialised(resolved)
-            kept = self.keeps(resolved, self._example_tensor().dtype)
-        else:
-            kept = f"not fused: {reason}"
-        dropout = [f"dropout={self.dropout}"] if self.dropout else []
-        return ", ".join([f"activation={resolved!r}", *dropout, kept])
+        return self._described(_called_because(self.layers()))
 
 
 def _called_because(layers: Mapping[str, Any]) -> str | None:
