@@ -64,14 +64,15 @@ def _softsign_derivative(y: Tensor) -> Tensor:
     return remainder * remainder
 
 
-def _gelu(z: Tensor) -> Tensor:
-    # Here and in _gelu_tanh 1 + erf(z) and 1 + tanh(z) would cancel on the falling branch.
-    return z * (0.5 * torch.erfc(z * -math.sqrt(0.5)))
+def gelu_gate(z: Tensor) -> Tensor:
+    """The factor of z in its GELU. Here and in ``gelu_tanh_gate`` 1 + erf(z) and 1 + tanh(z) would cancel where GELU
+    falls to zero."""
+    return 0.5 * torch.erfc(z * -math.sqrt(0.5))
 
 
-def _gelu_tanh(z: Tensor) -> Tensor:
-    # 0.5 (1 + tanh(a)) = sigmoid(2a)
-    return z * torch.sigmoid(z * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * z * z))
+def gelu_tanh_gate(z: Tensor) -> Tensor:
+    """The factor of z in GELU's tanh form: 0.5 (1 + tanh(a)) = sigmoid(2a)."""
+    return torch.sigmoid(z * (2 * math.sqrt(2 / math.pi)) * (1 + 0.044715 * z * z))
 
 
 def _mish(z: Tensor) -> Tensor:
@@ -280,14 +281,14 @@ DEFINITIONS = (
     # --- folded: one negative minimum, the output's last bit carries the branch ---------------------------------------
     Definition(
         "gelu",
-        _gelu,
+        lambda z: z * gelu_gate(z),
         derivative_given_output="fold",
         stands_for=((nn.GELU, {"approximate": "none"}), (F.gelu, {}), (F.gelu, {"approximate": "none"})),
         native=Native(gradient_given_input=aten.gelu_backward.default, loop=("gelu", 0.0)),
     ),
     Definition(
         "gelu_tanh",
-        _gelu_tanh,
+        lambda z: z * gelu_tanh_gate(z),
         derivative_given_output="fold",
         stands_for=((nn.GELU, {"approximate": "tanh"}), (F.gelu, {"approximate": "tanh"})),
         also_called=("gelu_new", "gelu_pytorch_tanh"),  # in configurations of transformers

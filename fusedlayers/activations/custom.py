@@ -17,10 +17,10 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,21 +42,14 @@ from .tracing import NotPointwise, muted
 _log = logging.getLogger("fusedlayers")
 
 
-class _Traced(NamedTuple):
-    """An activation, with the split of its trace if it reads tensors; or the reason why the function, which may hold a
-    user's tensors and is not held here, is left to PyTorch."""
-
-    activation: Activation | None = None
-    split: Split | None = None
-    refusal: str = ""
-
-
 #: How many traces may differ only in what a function reads: numbers, and other functions. Each costs up to a second, so
 #: a function of which these change at every step is left to PyTorch.
 _MAX_TRACES = 32
 #: A layer keeps z, and what follows it y.
 _BUFFERS_OF_A_LAYER = 2
-_traces: BoundedCache[_Traced] = BoundedCache()
+#: Activations, each with the split of its trace if it reads tensors; or why the function is left to PyTorch. Functions
+#: themselves, which may hold a user's tensors, are not held here.
+_traces: BoundedCache[tuple[Activation, Split | None] | str] = BoundedCache()
 _trace_counts: BoundedCache[int] = BoundedCache()
 _analyses: BoundedCache[Analysis] = BoundedCache()
 _logged: BoundedCache[bool] = BoundedCache()
@@ -79,14 +72,18 @@ def trace_activation(
     if traced is None:
         try:
             kinds = tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in variables.tensors)
-            _count((variables.code, kinds, example, dtype, autocast))
+            kind = variables.code, kinds, example, dtype, autocast
+            if _trace_counts.put(kind, (_trace_counts.get(kind) or 0) + 1) > _MAX_TRACES:
+                raise NotPointwise(
+                    "the numbers (or functions) that it reads change from call to call; let it read tensors instead"
+                )
             traced = _trace(activation, variables, example, dtype, autocast)
         except NotPointwise as refusal:
-            traced = _Traced(refusal=str(refusal))
+            traced = str(refusal)
         _traces.put(key, traced)
-    found, split, refused = traced
-    if found is None:
-        return _left_to_pytorch(activation, refused)
+    if isinstance(traced, str):
+        return _left_to_pytorch(activation, traced)
+    found, split = traced
     if split is None:
         return WithOperands(found)
     wide, tensors = torch.promote_types(dtype, torch.float32), variables.tensors
@@ -106,14 +103,6 @@ def without_logging() -> AbstractContextManager[None]:
     return muted(_log)
 
 
-def _count(key: Hashable) -> None:
-    count = _trace_counts.put(key, (_trace_counts.get(key) or 0) + 1)
-    if count > _MAX_TRACES:
-        raise NotPointwise(
-            "the numbers (or functions) that it reads change from call to call; let it read tensors instead"
-        )
-
-
 def _left_to_pytorch(activation: Activation, why: str) -> WithOperands:
     """The activation with its reason as a sentence, which is logged if it is new."""
     reason = f"{with_place(activation.name, activation.function)} is left to PyTorch because {why}"
@@ -125,7 +114,7 @@ def _left_to_pytorch(activation: Activation, why: str) -> WithOperands:
 
 def _trace(
     activation: Activation, variables: FreeVariables, example: tuple[int, ...], dtype: torch.dtype, autocast: bool
-) -> _Traced:
+) -> tuple[Activation, Split | None]:
     """The record of a function's trace, found and checked.
 
     Raises:
@@ -135,7 +124,7 @@ def _trace(
     saved, with_output = _verify(variables, split, example, dtype, autocast)
     equal = None if split.dims else _recognise(split.body)
     if equal is not None:
-        return _Traced(equal)
+        return equal, None
     if not saved:  # f is linear in z: PyTorch saves neither z nor y, a layer would save one of them
         raise NotPointwise("backward needs nothing of it, and PyTorch keeps nothing")
     stated = _stated(activation, variables, split, example, dtype)
@@ -147,7 +136,7 @@ def _trace(
     found = Activation(activation.name, split.body, definition=definition, operand_dims=split.dims, is_traced=True)
     found, split = stated or (found, split)
     keeps_less = found.output_refusal(dtype) is not None and with_output < _BUFFERS_OF_A_LAYER
-    return _Traced(replace(found, torch_keeps_less=keeps_less), split if split.dims else None)
+    return replace(found, torch_keeps_less=keeps_less), split if split.dims else None
 
 
 # --- a stated derivative ----------------------------------------------------------------------------------------------

@@ -262,13 +262,12 @@ class Activation:
         """Whether the output determines the input, by a formula or a fit."""
         return self._definition.inverse is not None or self._definition.derivative_given_output == "fold"
 
-    def input_given_output(self, y: Tensor, dtype: torch.dtype, marked: Tensor | None = None) -> Tensor:
-        """The input for outputs of ``dtype`` that are upcast to float32 (or float64). ``marked``: on which branch they
-        lie, where they do not carry it. Where the row states no inverse, the derivative is fitted."""
+    def input_given_output(self, y: Tensor, dtype: torch.dtype) -> Tensor:
+        """The input for outputs of ``dtype`` that are upcast to float32 (or float64). Where the row states no inverse,
+        the derivative is fitted."""
         if self._definition.inverse is not None:
             return self._definition.inverse(y, **self.parameters)
-        fitted = self.fitted_inverse()
-        marked = self.marked(y, dtype) if marked is None else marked
+        fitted, marked = self.fitted_inverse(), self.marked(y, dtype)
         if fitted is not None and marked is not None:
             return fitted(y, marked)
         return input_of(self.function, y, self.fold, marked)

@@ -153,7 +153,7 @@ def activation(
                 "activation: derivative_given_output must be stated, of a function that is written with def or lambda, "
                 f"whose attribute it becomes; got {', '.join(stated)} of {function!r}"
             )
-        from .custom import trace_activation  # whose import takes a second
+        from .custom import trace_activation  # which looks functions up here
 
         vars(function).update(stated)
         shape = torch.broadcast_shapes(*(tensor.shape for tensor in find_variables(function).tensors))
@@ -192,11 +192,8 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         name = activation.__name__
         raise TypeError(f"{function}: activation must be an instance, {name}(...), and not the class {name}")
     if not callable(activation):
-        hint = ""
-        if "Conv" in function and isinstance(activation, int | tuple):
-            hint = "; other arguments, as stride=2, are keywords"
-        elif isinstance(activation, bool) and "Dense" in function:  # the place of nn.Linear's bias
-            hint = f"; write bias={activation}"
+        is_slipped = function.startswith("Fused") and isinstance(activation, int | tuple)
+        hint = "; other arguments (bias=False, stride=2) are keywords" if is_slipped else ""
         raise TypeError(
             f"{function}: activation must be a name, a module, a function or None, got {described(activation)}{hint}"
         )

@@ -37,6 +37,7 @@ from .._torch import (
     make_fx,
 )
 from ..utils.caching import in_clean_state
+from .builtin import gelu_gate, gelu_tanh_gate
 from .free_variables import OWN_BACKWARD
 
 aten = torch.ops.aten
@@ -355,26 +356,16 @@ def _truth(value: Any) -> Any:
 
 
 def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    return x * _gate(x, approximate)
+    return x * (gelu_tanh_gate(x) if approximate == "tanh" else gelu_gate(x))
 
 
 def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
-    gate = _gate(x, approximate)
     if approximate == "tanh":
-        slope = gate * (1 - gate) * _TANH_SCALE * (1 + 3 * 0.044715 * x * x)
+        gate = gelu_tanh_gate(x)
+        slope = gate * (1 - gate) * (2 * math.sqrt(2 / math.pi)) * (1 + 3 * 0.044715 * x * x)
     else:
-        slope = torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+        gate, slope = gelu_gate(x), torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
     return grad * (gate + x * slope)
-
-
-_TANH_SCALE = 2 * math.sqrt(2 / math.pi)
-
-
-def _gate(x: Tensor, approximate: str) -> Tensor:
-    # As in builtin.py: 1 + erf(x) and 1 + tanh(x) cancel where gelu falls to zero.
-    if approximate == "tanh":
-        return torch.sigmoid(x * _TANH_SCALE * (1 + 0.044715 * x * x))
-    return 0.5 * torch.erfc(x * -math.sqrt(0.5))
 
 
 def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:

@@ -8,8 +8,6 @@ Reasons are given here alone. They are logged (at DEBUG, by "fusedlayers"), and 
 ``explain`` ask for the decision about a large call (``describe``).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -89,9 +87,6 @@ class Decision(NamedTuple):
 
     def __str__(self) -> str:
         return self.reason
-
-    def __repr__(self) -> str:
-        return f"Plan(path={self.path!r}, saved={self.saved!r}, reason={self.reason!r})"
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
@@ -180,7 +175,10 @@ def choose_save(function: str, activation: Activation, save: str, dtype: torch.d
     if refused is None:
         return "output"
     if save == "output":
-        raise validation.output_refused(function, activation, dtype, refused)
+        raise ValueError(
+            f"{function}: save='output' is not possible for {activation!r} in {dtype}: {refused}; "
+            "use save='auto', 'input' or 'recompute'"
+        )
     return "input"
 
 
@@ -273,8 +271,7 @@ def _of_block(call: Call, decision: Decision, is_trained: bool) -> Decision:
     if operation.chunks is None and backend.CHUNK_BYTES:
         hidden_bytes = _rows(x) * call.tensors[-2].shape[1] * (cast or x.dtype).itemsize
         chunks = min(CHUNKS, max(1, hidden_bytes // backend.CHUNK_BYTES)) if saved == "recompute" else 1
-    is_packed, is_cast = operation.is_packed, cast is not None
-    block = Block(activation, saved, operation.is_gated, is_packed, None, chunks, backend, is_cast)  # type: ignore[arg-type]
+    block = Block(activation, saved, operation.is_gated, operation.is_packed, None, chunks, backend)  # type: ignore[arg-type]
     return decision._replace(block=block._replace(chunks=_chunks(call, block, cast or x.dtype)))
 
 

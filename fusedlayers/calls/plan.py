@@ -11,8 +11,6 @@ Else it runs layer by layer: each of its layers is a call with a plan of its own
 that are computed from others, and under ``torch.compile``.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import math
@@ -21,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import _torch
 from .._torch import (
@@ -191,32 +189,30 @@ def _composite(plan: Plan, call: Call) -> Tensor:
     if isinstance(operation, Mlp):
         x, (layer, *others), last = _layers(call)
         activated = validation.activated(operation.function, activation, F.linear(x, *layer))
-        return after_activation(activated, [F.linear(x, *other) for other in others], operation.dropout, last)
-    x, w, b, residual = tensors
-    z = operation(x, w, b)
-    return validation.activated(operation.function, activation, z if residual is None else z + residual)
+        return F.linear(hidden_of(activated, [F.linear(x, *other) for other in others], operation.dropout), *last)
+    return validation.activated(operation.function, activation, _pre_activation(operation, *tensors))
+
+
+def _pre_activation(operation: Any, x: Tensor, w: Any, b: Tensor | None, residual: Tensor | None) -> Tensor:
+    z: Tensor = operation(x, w, b)
+    return z if residual is None else z + residual
 
 
 def _compiled(plan: Plan, call: Call) -> Tensor:
     """Functional operations that save what the plan says, and that the compiler fuses."""
     operation, tensors, activation, *_ = call
-
-    def pre_activation(x: Tensor, w: Tensor, b: Tensor | None, residual: Tensor | None) -> Tensor:
-        z: Tensor = operation(x, w, b)  # type: ignore[operator]
-        return z if residual is None else z + residual
-
     # An exported program is for inference.
     if plan.saved in ("nothing", "eager") or _torch.is_exporting():
-        y: Tensor = activation.plain(pre_activation(*tensors))
+        y: Tensor = activation.plain(_pre_activation(operation, *tensors))
     elif plan.saved == "output":
         # Here, because it registers itself with the compiler, whose import takes a second and sets an environment
         # variable. A trace runs imports as it meets them.
         from ..ops.compiled_act import output_saved
 
-        z, parameters = pre_activation(*tensors), tuple(activation.parameters.items())
-        y = output_saved(z, activation.name, parameters)
+        z = _pre_activation(operation, *tensors)
+        y = output_saved(z, activation.name, tuple(activation.parameters.items()))
     else:
-        y = compiled_checkpoint(lambda *inputs: activation.plain(pre_activation(*inputs)), *tensors)
+        y = compiled_checkpoint(lambda *inputs: activation.plain(_pre_activation(operation, *inputs)), *tensors)
     return y
 
 
@@ -301,7 +297,7 @@ def _by_layer(plan: Plan, call: Call) -> Tensor:
             activated.mul_(F.linear(x, *other))
         dropout = operation.dropout
         return F.linear(F.dropout(activated, dropout, inplace=True) if dropout else activated, *last)
-    return after_activation(activated, [F.linear(x, *other) for other in others], operation.dropout, last)
+    return F.linear(hidden_of(activated, [F.linear(x, *other) for other in others], operation.dropout), *last)
 
 
 def _layers(call: Call) -> tuple[Tensor, Sequence[Linear], Linear]:
@@ -311,10 +307,9 @@ def _layers(call: Call) -> tuple[Tensor, Sequence[Linear], Linear]:
     return x, unpacked(first) if call.operation.is_packed else first, last  # type: ignore[union-attr]
 
 
-def after_activation(activated: Tensor, others: Sequence[Tensor], dropout: float, last: Linear | nn.Module) -> Tensor:
-    """The rest of a block: the product with the other half of a gate, dropout, and the last layer."""
-    hidden = dropped(functools.reduce(torch.mul, others, activated), dropout)
-    return last(hidden) if isinstance(last, nn.Module) else F.linear(hidden, *last)
+def hidden_of(activated: Tensor, others: Sequence[Tensor], dropout: float) -> Tensor:
+    """The input of a block's last layer: the product with the other half of a gate, and dropout."""
+    return dropped(functools.reduce(torch.mul, others, activated), dropout)
 
 
 def dropped(y: Tensor, p: float) -> Tensor:

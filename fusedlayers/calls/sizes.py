@@ -1,9 +1,6 @@
 """How large a result must be to be worth a node in Python: under ``save="auto"`` PyTorch computes smaller ones."""
 
-from __future__ import annotations
-
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,33 +27,18 @@ GPU_MEDIUM_BYTES = 32 << 20
 GPU_BYTES = 128 << 10
 
 
-class Limits(NamedTuple):
-    """Results of fewer bytes are small, or of medium size."""
-
-    small: int
-    medium: int
-
-
-def limits_of(x: Tensor) -> Limits:
-    """The limits on the device of x."""
-    return Limits(small_bytes(x), GPU_MEDIUM_BYTES if x.is_cuda else MEDIUM_BYTES)
-
-
-def is_small(x: object) -> bool:
-    """Whether x is a tensor, and results like it are small."""
-    return isinstance(x, Tensor) and x.numel() * x.itemsize < small_bytes(x)
-
-
-def small_bytes(x: Tensor) -> int:
-    """Results of fewer bytes are small, on the device of x."""
-    if not x.is_cuda or torch.compiler.is_compiling():
-        return SMALL_BYTES
-    return max(SMALL_BYTES, GPU_BYTES * processors(x.get_device()))
+def limits_of(x: Tensor) -> tuple[int, int]:
+    """Results of fewer bytes on the device of x are small, or of medium size."""
+    if not x.is_cuda:
+        return SMALL_BYTES, MEDIUM_BYTES
+    if torch.compiler.is_compiling():
+        return SMALL_BYTES, GPU_MEDIUM_BYTES
+    return max(SMALL_BYTES, GPU_BYTES * processors(x.get_device())), GPU_MEDIUM_BYTES
 
 
 @functools.cache
 def processors(device: int) -> int:
-    """The multiprocessors, or compute units, of a GPU; of one that a fake tensor is on, and that is not there, 0."""
+    """The multiprocessors, or compute units, of a GPU; 0 for one that is not there, which a fake tensor may be on."""
     if device >= torch.cuda.device_count():
         return 0
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,5 @@
 """Who traces a call, and must see PyTorch's own operations; and the trace of a user's activation for a call."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -19,18 +17,15 @@ from .._torch import (
     torchscript_state,
 )
 from ..activations import Activation, WithOperands
+from ..activations.custom import trace_activation
 
 
 def with_operands(
     activation: Activation, shape: Sequence[int], dtype: torch.dtype, device: torch.device | None = None
 ) -> WithOperands:
     """A user's function made into an activation for z of this shape and dtype, with the tensors that it reads."""
-    if not activation.needs_tracing:
-        return WithOperands(activation)
-    # Here, because tracing takes parts of torch whose import takes a second.
-    from ..activations.custom import trace_activation
-
-    return trace_activation(activation, tuple(shape), dtype, device)
+    is_users = activation.needs_tracing
+    return trace_activation(activation, tuple(shape), dtype, device) if is_users else WithOperands(activation)
 
 
 def followed_by() -> str | None:

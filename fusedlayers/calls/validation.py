@@ -5,8 +5,6 @@ some not at all: a bias of one element is broadcast, and a kernel reads beyond i
 before anything is computed. Each check says which function was called, what it expected, what it got, and what to do.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any, TypeGuard
@@ -93,7 +91,7 @@ def check_call(operation: Operation, tensors: Sequence[Any], save: str) -> None:
             _check_dim(function, x, operation.dim)
             _check_shape(function, "bias", b, (x.shape[operation.dim],), f" along dim {operation.dim} of {dims_of(x)}")
     else:
-        _check_bias(function, "bias", b, "weight", w)
+        _check_shape(function, "bias", b, w.shape[:1], f" for weight {dims_of(w)}")
     check_one_dtype(function, {"input": x, "weight": w, "bias": b, "residual": residual}, is_cast=not is_pointwise)
     if residual is not None:
         _check_shape(function, "residual", residual, operation.shape(x, w), ", like the result")
@@ -120,7 +118,7 @@ def _check_block(operation: Mlp, tensors: Sequence[Any]) -> None:
                 f"{function}: expected {name} (out, hidden) for {first_name} ({rows}, in), got {dims_of(last_w)} and "
                 f"{dims_of(w)}; {name}.shape[1] must be {part}{first_name}.shape[0]"
             )
-        _check_bias(function, bias_name, bias, name, weight)
+        _check_shape(function, bias_name, bias, weight.shape[:1], f" for {name} {dims_of(weight)}")
     check_one_dtype(function, {"input": x, **weights, **biases}, is_cast=True)
 
 
@@ -169,13 +167,8 @@ def _check_dense(function: str, x: Tensor, w: Tensor, name: str) -> None:
         )
 
 
-def _check_bias(function: str, name: str, bias: Tensor | None, weight_name: str, weight: Tensor) -> None:
-    if bias is not None:
-        _check_shape(function, name, bias, weight.shape[:1], f" for {weight_name} {dims_of(weight)}")
-
-
-def _check_shape(function: str, name: str, tensor: Tensor, expected: tuple[int, ...], why: str) -> None:
-    if tensor.shape != expected:
+def _check_shape(function: str, name: str, tensor: Tensor | None, expected: tuple[int, ...], why: str) -> None:
+    if tensor is not None and tensor.shape != expected:
         raise ValueError(f"{function}: expected {name} {tuple(expected)}{why}, got {dims_of(tensor)}")
 
 
@@ -295,14 +288,6 @@ def is_whole(value: object) -> TypeGuard[int]:
 
 
 # --- errors of what runs later ----------------------------------------------------------------------------------------
-
-
-def output_refused(function: str, activation: Activation, dtype: torch.dtype, reason: str) -> ValueError:
-    """The error of ``save="output"`` where the output does not determine the derivative."""
-    return ValueError(
-        f"{function}: save='output' is not possible for {activation!r} in {dtype}: {reason}; "
-        "use save='auto', 'input' or 'recompute'"
-    )
 
 
 def activated(function: str, activation: Activation, z: Tensor) -> Tensor:

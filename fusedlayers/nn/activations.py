@@ -39,9 +39,6 @@ def _drop_in(name: str) -> Any:
         if not parameters and not keywords:
             return bias_act(input, None, default, inplace=inplace)
         bound = dict(zip(names, parameters, strict=False))
-        twice = sorted(set(bound) & set(keywords))
-        if twice:
-            raise TypeError(f"{name}() got multiple values for {', '.join(twice)}")
         return bias_act(input, None, row.bind(**bound, **keywords), inplace=inplace)
 
     register_stand_in(name, function)
@@ -69,19 +66,13 @@ squared_relu = _drop_in("squared_relu")
 
 
 class _SavesOutput(nn.Module):
-    """Overrides a torch activation module's ``forward``; the parameters are read off the module at each call.
+    """Overrides a torch activation module's ``forward``; the parameters are read off the module at each call."""
 
-    ``resolve`` takes a class that names in ``stands_in_for`` what it computes for that; not its subclasses, which may
-    compute something else.
-    """
-
+    #: The class that ``resolve`` takes a module for. It looks for it in the module's own class: subclasses may compute
+    #: something else.
     stands_in_for: type[nn.Module]
-    #: Of those that torch lets have it; an attribute that is missing takes ``nn.Module`` a microsecond to look for.
+    #: Where torch's class has none: ``nn.Module`` takes a microsecond to look for an attribute that is missing.
     inplace: bool = False
-
-    def __init_subclass__(cls) -> None:
-        if _SavesOutput in cls.__bases__:
-            cls.stands_in_for = next(base for base in cls.__mro__ if base.__module__.startswith("torch.nn"))
 
     def forward(self, input: Tensor) -> Tensor:
         # Not resolve(self): a module with hooks is left to be called, and this is the call.
@@ -92,61 +83,25 @@ class _SavesOutput(nn.Module):
         return bias_act(input, None, record, inplace=self.inplace)
 
 
-class GELU(_SavesOutput, nn.GELU):
-    """``nn.GELU`` that saves its output."""
+def _drop_in_module(torchs: type[nn.Module], note: str = "") -> Any:
+    """``torchs`` that saves its output."""
+    name = torchs.__name__
+    doc = f"``nn.{name}`` that saves its output{note}."
+    return type(name, (_SavesOutput, torchs), {"__module__": __name__, "__doc__": doc, "stands_in_for": torchs})
 
 
-class SiLU(_SavesOutput, nn.SiLU):
-    """``nn.SiLU`` that saves its output."""
-
-
-class Mish(_SavesOutput, nn.Mish):
-    """``nn.Mish`` that saves its output."""
-
-
-class Hardswish(_SavesOutput, nn.Hardswish):
-    """``nn.Hardswish`` that saves its output. At -inf, where that is NaN, so is the gradient (torch's is 0)."""
-
-
-class ELU(_SavesOutput, nn.ELU):
-    """``nn.ELU`` that saves its output (its input where alpha is negative)."""
-
-
-class SELU(_SavesOutput, nn.SELU):
-    """``nn.SELU`` that saves its output."""
-
-
-class CELU(_SavesOutput, nn.CELU):
-    """``nn.CELU`` that saves its output (its input where alpha is negative)."""
-
-
-class LeakyReLU(_SavesOutput, nn.LeakyReLU):
-    """``nn.LeakyReLU`` that saves its output (its input where the slope is negative)."""
-
-
-class ReLU6(_SavesOutput, nn.ReLU6):
-    """``nn.ReLU6`` that saves its output."""
-
-
-class Hardtanh(_SavesOutput, nn.Hardtanh):
-    """``nn.Hardtanh`` that saves its output."""
-
-
-class Hardsigmoid(_SavesOutput, nn.Hardsigmoid):
-    """``nn.Hardsigmoid`` that saves its output."""
-
-
-class Softplus(_SavesOutput, nn.Softplus):
-    """``nn.Softplus`` that saves its output (its input where the threshold is below 16)."""
-
-
-class LogSigmoid(_SavesOutput, nn.LogSigmoid):
-    """``nn.LogSigmoid`` that saves its output."""
-
-
-class Softsign(_SavesOutput, nn.Softsign):
-    """``nn.Softsign`` that saves its output."""
-
-
-class Softshrink(_SavesOutput, nn.Softshrink):
-    """``nn.Softshrink`` that saves its output."""
+GELU = _drop_in_module(nn.GELU)
+SiLU = _drop_in_module(nn.SiLU)
+Mish = _drop_in_module(nn.Mish)
+Hardswish = _drop_in_module(nn.Hardswish, "; at -inf, where that is NaN, so is the gradient (torch's is 0)")
+ELU = _drop_in_module(nn.ELU, " (its input where alpha is negative)")
+SELU = _drop_in_module(nn.SELU)
+CELU = _drop_in_module(nn.CELU, " (its input where alpha is negative)")
+LeakyReLU = _drop_in_module(nn.LeakyReLU, " (its input where the slope is negative)")
+ReLU6 = _drop_in_module(nn.ReLU6)
+Hardtanh = _drop_in_module(nn.Hardtanh)
+Hardsigmoid = _drop_in_module(nn.Hardsigmoid)
+Softplus = _drop_in_module(nn.Softplus, " (its input where the threshold is below 16)")
+LogSigmoid = _drop_in_module(nn.LogSigmoid)
+Softsign = _drop_in_module(nn.Softsign)
+Softshrink = _drop_in_module(nn.Softshrink)

@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..activations import DTYPES, Activation, must_call_reason, resolve
+from ..activations import Activation, must_call_reason, resolve
 from ..calls.decide import choose_save, describe
 from ..calls.tracers import with_operands
 from ..calls.validation import check_dropout, check_features, check_save, check_window
 from ..functional import conv_bias_act, dense_bias_act
+from ..kernels.operations import Operation, Pointwise
 
 
 class WithActivation(nn.Module):
@@ -23,31 +24,40 @@ class WithActivation(nn.Module):
     activation: object
     save: str
 
-    def _example_shape(self) -> tuple[int, ...]:
-        """A shape that the activation's results may have."""
+    dropout: float
+
+    def _example(self) -> tuple[tuple[int, ...], Tensor]:
+        """A shape that the activation's results may have; and a parameter, whose dtype and device are the layer's."""
         raise NotImplementedError
 
-    def _example_tensor(self) -> Tensor:
-        """A parameter, whose dtype and device are the layer's."""
-        raise NotImplementedError
+    def _operation(self) -> Operation:
+        return Pointwise(-1)
 
     def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
         """The part of the activation that the layer would keep in ``dtype``, in a few words."""
-        return describe(activation, self.save, dtype, self._example_tensor().device)
+        return describe(activation, self.save, dtype, self._example()[1].device, self._operation())
+
+    def _described(self, called_because: str | None = None) -> str:
+        """The activation, dropout, and what is saved, unless layers are called one by one for this reason."""
+        activation, kept = resolve(self.activation), f"not fused: {called_because}"
+        if called_because is None:
+            activation = self._specialised(activation)
+            kept = self.keeps(activation, self._example()[1].dtype)
+        dropped = [f"dropout={self.dropout}"] if self.dropout else []
+        return ", ".join([f"activation={activation!r}", *dropped, kept])
 
     def _set(self, activation: object, save: str) -> None:
         name = type(self).__name__
         check_save(name, save)
         resolved = resolve(activation, name)
         if save == "output":
-            choose_save(name, self._specialised(resolved), save, self._example_tensor().dtype)  # which may refuse
+            choose_save(name, self._specialised(resolved), save, self._example()[1].dtype)  # which may refuse
         self.activation = activation
         self.save = save
 
     def _specialised(self, activation: Activation) -> Activation:
-        if not activation.needs_tracing:
-            return activation
-        return with_operands(activation, self._example_shape(), self._example_tensor().dtype).activation
+        shape, parameter = self._example()
+        return with_operands(activation, shape, parameter.dtype).activation
 
 
 #: The attributes that every module has.
@@ -57,7 +67,6 @@ _OF_ANY_MODULE = vars(nn.Module()).keys()
 class FusedAct(WithActivation):
     """A layer and its activation in one module, with the parameters and attributes of torch's layer.
 
-    It is no subclass of that layer: code that exchanges or folds layers by ``isinstance`` would drop the activation.
     A layer of torch's is made and taken over, so that its constructor checks the arguments and draws the first values.
     """
 
@@ -97,10 +106,6 @@ class FusedAct(WithActivation):
                 f"{cls.__name__}.from_modules: expected a plain {expected}, got {type(layer).__name__}, which may "
                 "compute something else; leave it as it is"
             )
-        if layer.weight.dtype not in DTYPES:
-            raise TypeError(
-                f"{cls.__name__}.from_modules: {layer.weight.dtype} is no floating dtype; leave it as it is"
-            )
         reason = must_call_reason(layer)
         if reason is not None:
             raise TypeError(f"{cls.__name__}.from_modules: the {expected} must be called: {reason}; leave it as it is")
@@ -114,14 +119,7 @@ class FusedAct(WithActivation):
         self.torchs.reset_parameters(self)
 
     def extra_repr(self) -> str:
-        resolved, torchs = self._specialised(resolve(self.activation)), self.torchs.extra_repr(self)
-        kept = self.keeps(resolved, self._example_tensor().dtype)
-        dropped = [f"dropout={self.dropout}"] if self.dropout else []
-        return ", ".join([torchs, f"activation={resolved!r}", *dropped, kept])
-
-    def _example_tensor(self) -> Tensor:
-        weight: Tensor = self.weight
-        return weight
+        return f"{self.torchs.extra_repr(self)}, {self._described()}"
 
 
 # --- dense layers -----------------------------------------------------------------------------------------------------
@@ -131,12 +129,13 @@ class FusedDenseAct(FusedAct):
     """``activation(x W^T + b)`` that keeps one hidden-sized buffer, for an ``nn.Linear`` and the activation after it.
 
     It has the parameters, initialisation, attributes and ``state_dict`` keys of ``nn.Linear``, so checkpoints load
-    either way. It is no ``nn.Linear``: what exchanges linear layers by ``isinstance`` would drop the activation.
+    either way. It is not a subclass of ``nn.Linear``, because code that exchanges linear layers would drop the
+    activation.
 
     Args:
         in_features, out_features, bias, device, dtype: as for ``nn.Linear``.
         activation: as for ``fusedlayers.dense_bias_act``. A module with parameters becomes a submodule.
-        dropout: the probability with which outputs are dropped in training, as by an ``nn.Dropout`` behind it.
+        dropout: the probability with which outputs are dropped in training, as by an ``nn.Dropout`` after it.
         save: as for ``fusedlayers.dense_bias_act``.
 
     Shapes: (..., in_features) -> (..., out_features).
@@ -167,8 +166,8 @@ class FusedDenseAct(FusedAct):
         layer = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
         super().__init__(layer, activation, save, dropout)
 
-    def _example_shape(self) -> tuple[int, ...]:
-        return 2, self.out_features
+    def _example(self) -> tuple[tuple[int, ...], Tensor]:
+        return (2, self.out_features), self.weight
 
     def forward(self, input: Tensor) -> Tensor:
         dropout = self.dropout if self.training else 0.0
@@ -223,8 +222,8 @@ class FusedConvAct(FusedAct):
         )  # fmt: skip
         super().__init__(layer, activation, save, dropout)
 
-    def _example_shape(self) -> tuple[int, ...]:
-        return 2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))
+    def _example(self) -> tuple[tuple[int, ...], Tensor]:
+        return (2, self.out_channels, *(5 + 2 * i for i in range(len(self.stride)))), self.weight
 
     def _sides(self) -> list[int]:
         """The padding of both sides of each dimension, from the last one to the first."""
@@ -251,7 +250,8 @@ class FusedConvAct1d(FusedConvAct):
     """``activation(conv1d(x))`` that keeps one buffer, for an ``nn.Conv1d`` and the activation after it.
 
     It has the parameters, initialisation, attributes and ``state_dict`` keys of ``nn.Conv1d``, so checkpoints load
-    either way. It is no ``nn.Conv1d``: what exchanges convolutions by ``isinstance`` would drop the activation.
+    either way. It is not a subclass of ``nn.Conv1d``, because code that exchanges convolutions would drop the
+    activation.
 
     Args:
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias, padding_mode, device, dtype: as

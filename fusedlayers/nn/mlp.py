@@ -6,9 +6,8 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
-from ..activations import DTYPES, Activation, must_call_reason, resolve
-from ..calls.decide import describe
-from ..calls.plan import after_activation
+from ..activations import must_call_reason
+from ..calls.plan import hidden_of
 from ..calls.validation import check_block_options, check_features
 from ..functional import bias_act, gated_mlp, mlp
 from ..kernels.operations import Mlp
@@ -21,17 +20,15 @@ class FusedBlock(WithActivation):
     """The base of the blocks: the settings, and calls of their layers one by one."""
 
     is_gated: ClassVar[bool]
-    dropout: float
     chunks: int | None
 
     def _set_block(
         self, layers: Mapping[str, Any], activation: object, dropout: float, save: str, chunks: int | None
     ) -> None:
-        check_block_options(Mlp(type(self).__name__, dropout, chunks, self.is_gated), save)
+        self.dropout, self.chunks = dropout, chunks
+        check_block_options(self._operation(), save)
         for name, layer in layers.items():
             self.add_module(name, layer)
-        self.dropout = dropout
-        self.chunks = chunks
         self._set(activation, save)
 
     @classmethod
@@ -39,18 +36,10 @@ class FusedBlock(WithActivation):
         """A block of layers that are there, which are shared."""
         for name, layer in layers.items():
             if type(layer) is not nn.Linear:
-                found = f"{type(layer).__name__}, which may compute something else; leave it as it is"
-                if isinstance(activation, nn.Linear):  # it stands where a layer should
-                    found = f"{type(layer).__name__}, and Linear as the activation, which comes second"
-                raise TypeError(f"{cls.__name__}.from_modules: {name} must be a plain nn.Linear, got {found}")
-        cls._check_fit(layers)
-        block = cls.__new__(cls)
-        nn.Module.__init__(block)
-        block._set_block(layers, activation, dropout, save, chunks)
-        return block.train(next(iter(layers.values())).training)
-
-    @classmethod
-    def _check_fit(cls, layers: Mapping[str, Any]) -> None:
+                raise TypeError(
+                    f"{cls.__name__}.from_modules: {name} must be a plain nn.Linear, got {type(layer).__name__}; the "
+                    "activation comes second, and a layer that computes something else stays as it is"
+                )
         *first, (name, last) = layers.items()
         hidden = last.in_features * (2 if cls.is_gated and len(first) == 1 else 1)
         expected = first[0][1].in_features, hidden
@@ -61,25 +50,17 @@ class FusedBlock(WithActivation):
                     f"{cls.__name__}.from_modules: {other} makes {found[1]} features of {found[0]}, where {name} with "
                     f"{last.in_features} input features needs {expected[1]} of {expected[0]}; pass layers of one block"
                 )
-            if layer.weight.device != last.weight.device:
-                raise ValueError(
-                    f"{cls.__name__}.from_modules: {other} is on {layer.weight.device} but {name} is on "
-                    f"{last.weight.device}; move one of them"
-                )
-        for other, layer in layers.items():
-            if layer.weight.dtype not in DTYPES:
-                raise TypeError(
-                    f"{cls.__name__}.from_modules: {other} is of {layer.weight.dtype}, which is no floating dtype; "
-                    "leave it as it is"
-                )
+        block = cls.__new__(cls)
+        nn.Module.__init__(block)
+        block._set_block(layers, activation, dropout, save, chunks)
+        return block.train(first[0][1].training)
 
     def layers(self) -> dict[str, Any]:
         """The layers by name, as they are now; the last one makes the output."""
         raise NotImplementedError
 
-    def keeps(self, activation: Activation, dtype: torch.dtype) -> str:
-        block = Mlp(type(self).__name__, self.dropout, self.chunks, self.is_gated)
-        return describe(activation, self.save, dtype, self._example_tensor().device, block)
+    def _operation(self) -> Mlp:
+        return Mlp(type(self).__name__, self.dropout, self.chunks, self.is_gated)
 
     @property
     def _last(self) -> Any:
@@ -96,25 +77,14 @@ class FusedBlock(WithActivation):
             activated = bias_act(first, None, self.activation, save="auto" if self.save == "recompute" else self.save)
         else:
             activated = function(first)
-        return after_activation(activated, others, self.dropout if self.training else 0.0, self._last)
+        y: Tensor = self._last(hidden_of(activated, others, self.dropout if self.training else 0.0))
+        return y
 
-    def _example_tensor(self) -> Tensor:
-        weight: Tensor = self._last.weight
-        return weight
-
-    def _example_shape(self) -> tuple[int, ...]:
-        return 2, self._last.in_features
+    def _example(self) -> tuple[tuple[int, ...], Tensor]:
+        return (2, self._last.in_features), self._last.weight
 
     def extra_repr(self) -> str:
-        resolved = resolve(self.activation)
-        reason = _called_because(self.layers())
-        if reason is None:
-            resolved = self._specialised(resolved)
-            kept = self.keeps(resolved, self._example_tensor().dtype)
-        else:
-            kept = f"not fused: {reason}"
-        dropout = [f"dropout={self.dropout}"] if self.dropout else []
-        return ", ".join([f"activation={resolved!r}", *dropout, kept])
+        return self._described(_called_because(self.layers()))
 
 
 def _called_because(layers: Mapping[str, Any]) -> str | None:

@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .._torch import functorch_is_active
-from ..activations import Activation, resolve, upcast
+from ..activations import Activation, upcast
+from ..activations.table import bound
 
 
 class OutputSaved(Function):
@@ -36,9 +37,7 @@ class OutputSaved(Function):
 @torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]  # torch has not annotated it
 def output_saved(z: Tensor, name: str, parameters: tuple[tuple[str, float], ...]) -> Tensor:
     """``f(z)``, saving its output; the activation by name, because a graph holds tensors and constants only."""
-    activation = resolve(name)
-    assert activation.definition is not None
-    activation = activation.definition.bind(**dict(parameters))
+    activation = bound(name, dict(parameters))
     if functorch_is_active():
         return activation.plain(z)
     y: Tensor = OutputSaved.apply(z, activation)

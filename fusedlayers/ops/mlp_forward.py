@@ -1,9 +1,7 @@
 """The description of an MLP block, and its forward pass: whole, or for a chunk of rows at a time."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +22,7 @@ class BlockDropout(NamedTuple):
     bits: Tensor
 
     @classmethod
-    def draw(cls, p: float, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> BlockDropout:
+    def draw(cls, p: float, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Self:
         """The elements that ``F.dropout`` would drop of a hidden layer of this size."""
         keep = torch.zeros(rows, hidden, dtype=torch.bool, device=device)
         if p < 1:
@@ -52,12 +50,6 @@ class Linear(NamedTuple):
     w: Tensor
     b: Tensor | None
 
-    @classmethod
-    def of(cls, w: Tensor, b: Tensor | None) -> Linear:
-        """Under autocast weights come as its casts, which torch keeps for all who use them. Biases come as they are:
-        parameters are alive anyway, casts would be held for second derivatives alone."""
-        return cls(w, b if b is None or b.dtype is w.dtype else b.to(w.dtype))
-
 
 class Block(NamedTuple):
     """A block without its tensors."""
@@ -71,8 +63,6 @@ class Block(NamedTuple):
     #: Into how many chunks the rows are cut, at most.
     chunks: int
     backend: Backend
-    #: Whether autocast has cast the weights, and biases are still to be cast.
-    is_cast: bool = False
 
     def rows(self, x: Tensor) -> Iterator[slice]:
         """The rows of each chunk."""
@@ -89,10 +79,6 @@ class Block(NamedTuple):
     def is_whole(self) -> bool:
         """Whether the saved tensor is the last layer's input."""
         return self.saved == "output" and self.dropout is None
-
-    def unpacked(self, layers: Sequence[Linear]) -> Sequence[Linear]:
-        """The first layers, with gate and up separate."""
-        return unpacked(layers) if self.is_packed else layers
 
     def pre_activations(self, x: Tensor, layers: Sequence[Linear]) -> list[Tensor]:
         return [F.linear(x, w, b) for w, b in layers]

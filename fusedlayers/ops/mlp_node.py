@@ -12,11 +12,9 @@ Backward first computes the gradient of the last weight, which reads f(z), and t
 pre-activations over the saved buffers. Where the graph is retained it writes them over copies.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -40,12 +38,8 @@ class MLP(Node):
     @staticmethod
     def forward(ctx: Any, block: Block, count: int, x: Tensor, w: Tensor, b: Tensor | None, *tensors: Any) -> Tensor:
         weights, biases, operands = tensors[:count], tensors[count : 2 * count], tensors[2 * count :]
-        layers, last = list(map(Linear, weights, biases)), Linear(w, b)
-        if block.is_cast:
-            layers, last = [Linear.of(*layer) for layer in layers], Linear.of(*last)
-        if block.is_packed:
-            layers = unpacked(layers)
-        out, saved = run(block, x, layers, last, operands)
+        *layers, last = _layers((*weights, w), (*biases, b))
+        out, saved = run(block, x, unpacked(layers) if block.is_packed else layers, last, operands)
         needs_x, recomputes = ctx.needs_input_grad[2], block.saved == "recompute"
         nothing = (None,) * count
         given = (weights if needs_x or recomputes else nothing) + (biases if recomputes else nothing)
@@ -75,7 +69,8 @@ class MLP(Node):
                 first = [held if t is None else t for t, held in both]
                 found = _differentiable(block, dy, x, w, first, operands, needs)
             else:
-                layers = block.unpacked(_layers(weights, biases))
+                layers = _layers(weights, biases)
+                layers = unpacked(layers) if block.is_packed else layers
                 del saved
                 # What is not this node's own is copied: a second backward pass will read it, or somebody else.
                 dense = torch.contiguous_format
@@ -96,7 +91,7 @@ class NeededGradients(NamedTuple):
     operands: tuple[bool, ...]
 
     @classmethod
-    def of(cls, needs: Sequence[bool], count: int) -> NeededGradients:
+    def of(cls, needs: Sequence[bool], count: int) -> Self:
         _, _, x, w, b, *rest = needs
         return cls(x, w, b, *(tuple(part) for part in _split(rest, count)))
 
@@ -292,10 +287,10 @@ def _differentiable(
 
     def without_bias(x: Tensor, w: Tensor, *tensors: Any) -> Tensor:
         weights, biases, operands = _split(tensors, count)
-        parts = [F.linear(x, *layer) for layer in block.unpacked(_layers(weights, biases))]
-        hidden = functools.reduce(torch.mul, parts[1:], applied(block.activation.plain, parts[0], operands, -1)).to(
-            x.dtype
-        )
+        layers = _layers(weights, biases)
+        z, *others = block.pre_activations(x, unpacked(layers) if block.is_packed else layers)
+        activated = applied(block.activation.plain, z, operands, -1)
+        hidden = functools.reduce(torch.mul, others, activated).to(x.dtype)
         return F.linear(hidden if block.dropout is None else block.dropout.apply(hidden), w)
 
     wanted = needs.x, needs.w, *needs.weights, *needs.biases, *needs.operands
@@ -304,9 +299,12 @@ def _differentiable(
 
 
 def _layers(weights: Sequence[Tensor], biases: Sequence[Tensor | None]) -> list[Linear]:
-    return [Linear.of(w, b) for w, b in zip(weights, biases, strict=True)]
+    """The layers. Under autocast weights come as its casts, which torch keeps for all who use them, and biases are cast
+    here: parameters are alive anyway, and casts would be held for second derivatives alone."""
+    pairs = zip(weights, biases, strict=True)
+    return [Linear(w, b if b is None or b.dtype is w.dtype else b.to(w.dtype)) for w, b in pairs]
 
 
-def _split(items: Sequence[Any], count: int) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+def _split(items: Sequence[Any], count: int) -> tuple[Any, Any, Any]:
     """The items of the weights, of the biases, and of the operands."""
     return items[:count], items[count : 2 * count], items[2 * count :]

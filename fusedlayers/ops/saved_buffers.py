@@ -38,21 +38,19 @@ EDITED = "one of the variables needed for gradient computation has been modified
 
 
 class Expected(NamedTuple):
-    """An output that hooks get: its version once ``forward`` has ended; and, where they are no checkpoint's, an
-    empty tensor that counts the writes to it."""
+    """The version of an output that hooks get, once ``forward`` has ended; and, where the hooks are not a checkpoint's,
+    an empty tensor that counts the writes to it."""
 
     version: int
     counter: Tensor | None = None
 
 
-def expected_from_hooks(y: Tensor, *, is_dirty: bool) -> Expected | None:
-    """The state of ``y`` that backward must find, which a node's ``forward`` saves; None where no hooks get it.
+def expected_from_hooks(y: Tensor, *, is_dirty: bool) -> Expected:
+    """The state of ``y``, which hooks get, that backward must find.
 
     Args:
-        is_dirty: whether the node marks it as such, for which autograd counts one more behind ``forward``.
+        is_dirty: whether the node marks it as such, for which autograd counts one more after ``forward``.
     """
-    if saved_tensors_hooks_on_top(True) is None:
-        return None
     version = y._version + is_dirty
     if is_under_checkpoint():
         return Expected(version)

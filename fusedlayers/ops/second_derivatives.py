@@ -97,8 +97,7 @@ class SavedOutput(NamedTuple):
         """``g dy f''``, from the input that y tells: the gradient of ``(g * gradient(dy, y)).sum()`` by the input."""
         with torch.no_grad():
             wide = upcast(y)
-            z = self.activation.input_given_output(wide, y.dtype, self.activation.marked(wide, y.dtype))
-            z = within_reach(z, wide)
+            z = within_reach(self.activation.input_given_output(wide, y.dtype), wide)
         with torch.enable_grad():
             z = AtPlace.apply(z, self.dim, *self.places) if torch.is_grad_enabled() else z
             z = z if z.requires_grad else z.requires_grad_()

@@ -116,16 +116,16 @@ def test_sizes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         on_gpu = torch.empty(1, device="cuda")
     small = 132 * (128 << 10)
-    assert sizes.limits_of(on_gpu) == sizes.Limits(small, 32 << 20)
-    assert sizes.limits_of(torch.empty(1)) == sizes.Limits(sizes.SMALL_BYTES, 2 << 20)
+    assert sizes.limits_of(on_gpu) == (small, 32 << 20)
+    assert sizes.limits_of(torch.empty(1)) == (sizes.SMALL_BYTES, 2 << 20)
     x, w = torch.randn(4096, 8, requires_grad=True), torch.randn(1024, 8)  # 16 MiB
     for limits, activation, options, path in (
-        (sizes.Limits(small, 2 * small), "gelu", {}, "composite"),
-        (sizes.Limits(small, 2 * small), "gelu", {"save": "output"}, "fused"),
-        (sizes.Limits(1, small), "gelu", {}, "fused"),
-        (sizes.Limits(1, small), "relu", {}, "composite"),  # which saves what PyTorch saves
-        (sizes.Limits(1, small), "relu", {"save": "output"}, "fused"),
-        (sizes.Limits(1, 2), "relu", {}, "fused"),
+        ((small, 2 * small), "gelu", {}, "composite"),
+        ((small, 2 * small), "gelu", {"save": "output"}, "fused"),
+        ((1, small), "gelu", {}, "fused"),
+        ((1, small), "relu", {}, "composite"),  # which saves what PyTorch saves
+        ((1, small), "relu", {"save": "output"}, "fused"),
+        ((1, 2), "relu", {}, "fused"),
     ):
         monkeypatch.setattr(decide, "limits_of", lambda x, limits=limits: limits)
         (found,) = plans_of(fl.dense_bias_act, x, w, None, activation, **options)
@@ -136,7 +136,7 @@ def test_sizes_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_fake_tensors_may_be_on_a_gpu_that_is_not_there() -> None:
     with FakeTensorMode():
         on_gpu = torch.empty(1 << 20, device="cuda:0" if torch.cuda.is_available() else "cuda:99")
-    assert sizes.small_bytes(on_gpu) == sizes.SMALL_BYTES
+    assert sizes.limits_of(on_gpu)[0] == sizes.SMALL_BYTES
 
 
 def test_what_is_small_may_be_large_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:

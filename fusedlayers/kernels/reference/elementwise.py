@@ -5,14 +5,13 @@ and activations that read other tensors, run as a program of their trace (``trac
 activation's function, or its derivative, in float32 or wider, chunk by chunk (``chunks.py``).
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ...activations import Activation, upcast
-from ...utils.layout import along, is_dense, laid_out_as
+from ...utils.layout import along, is_dense, laid_out_as, sum_along
 from ..interface import GradientRequest
 from . import traced
 from .chunks import by_rows, for_each
@@ -78,25 +77,17 @@ def gradient(
         dz = saved if overwrite else torch.empty_like(saved)
         dy = laid_out_as(dy, saved)
         if (given_output and not operands) or not _is_by_trace(activation):
-            for_each(functools.partial(_multiply, of_output if given_output else _of_input, activation), dy, saved, dz)
+            product = of_output if given_output else _of_input
+            for_each(lambda dy, saved, dz: dz.copy_(product(activation, dy, saved)), dy, saved, dz)
         elif dz.numel():
             shares = traced.gradient(dy, saved, dz, activation, operands, request, dim)
         else:
             needs = zip(operands, request.needs_operands, strict=True)
             shares = [torch.zeros_like(p) if need else None for p, need in needs]
-    db = None
-    if request.needs_bias:
-        db = dz.sum(_all_but(dim, dz.dim())) if dz.dim() > 1 else dz
-    return dz, db, *shares
+    return dz, sum_along(dz, dim) if request.needs_bias else None, *shares
 
 
 # --- derivatives ------------------------------------------------------------------------------------------------------
-
-Product = Callable[[Activation, Tensor, Tensor], Tensor]
-
-
-def _multiply(product: Product, activation: Activation, dy: Tensor, saved: Tensor, dz: Tensor) -> None:
-    dz.copy_(product(activation, dy, saved))
 
 
 def of_output(activation: Activation, dy: Tensor, y: Tensor) -> Tensor:
@@ -123,11 +114,6 @@ def derivative(activation: Activation, z: Tensor) -> Tensor:
 
 def _is_by_trace(activation: Activation) -> bool:
     return bool(activation.operand_dims) or activation.is_traced
-
-
-@functools.cache
-def _all_but(dim: int, dims: int) -> tuple[int, ...]:
-    return tuple(i for i in range(dims) if i != dim % dims)
 
 
 # --- gates ------------------------------------------------------------------------------------------------------------

@@ -1,19 +1,17 @@
 """Traced functions, which may read other tensors besides z: what a user's activation becomes.
 
 The traced function, or its traced gradient, runs block by block as a ``Program``, so that no intermediate has the size
-of the whole. The backward pass computes everything from z. Run as it was traced, each operation would allocate its
-result. So
+of the whole. The backward pass computes everything from z. Operations write into buffers, which are used again as soon
+as nothing reads them any more: a new tensor for each result takes up to 1.6 times as long.
 
-* intermediates live in buffers that are allocated once, and are reused as soon as nothing reads them any more;
-* what depends on none of the blocks is computed once.
-
-Limits: each operation is still a pass over the block. Results are those of the trace bit for bit. torch does not
-vectorise ``where``: 131,072 random choices take 100 us, where bit masks would take 37.
+Limits: each operation is a pass over the block. torch does not vectorise ``where``: 131,072 random choices take 100 us,
+where bit masks would take 37.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -23,8 +21,8 @@ from torch.fx import GraphModule, Node
 
 from ..._torch import OpOverload, signature_of
 from ...activations import Activation, upcast
-from ...activations.tracing import TORCH_CALLS
-from ...utils.layout import Layout, laid_out, layout_along
+from ...activations.tracing import TORCH_CALLS, aten_graph, simplified, slow_kernels
+from ...utils.layout import laid_out, layout_along
 from ..interface import GradientRequest
 from .chunks import blocks
 
@@ -36,7 +34,7 @@ _PROGRAMS = 512
 
 def activate(z: Tensor, y: Tensor, activation: Activation, operands: Sequence[Tensor], dim: int) -> None:
     """Write the activation's output into y, which may be z."""
-    program = _forward(activation, torch.promote_types(z.dtype, torch.float32))
+    program = _program(activation, torch.promote_types(z.dtype, torch.float32))
     for _ in _walk(program, (z,), y, operands, dim):
         pass
 
@@ -52,7 +50,7 @@ def gradient(
 ) -> list[Tensor | None]:
     """Write dz, and return the requested gradients of the operands, flat; z is the output if that was saved."""
     wide = torch.promote_types(z.dtype, torch.float32)
-    program = _gradient(activation, request.needs_operands, request.saved, wide)
+    program = _program(activation, wide, request.saved, request.needs_operands)
     needy = [p for p, need in zip(operands, request.needs_operands, strict=True) if need]
     # Summed in float64, block by block: the order is fixed, so the rounding is too.
     sums = [torch.zeros(p.numel(), dtype=torch.float64, device=z.device) for p in needy]
@@ -73,211 +71,95 @@ def _walk(
     each block's channels and results."""
     layout = layout_along(inputs[0], dim)
     whole = [laid_out(tensor, layout) for tensor in (*inputs, out)]
-    others = [_spread(p.detach().to(program.dtype), layout) for p in operands]
-    overlaps = any(out.data_ptr() == tensor.data_ptr() for tensor in inputs)
-    run = program.bind(others)
+    wide = torch.promote_types(out.dtype, torch.float32)
+    others = [p.detach().to(wide).reshape(() if p.numel() == 1 else (-1, 1)) for p in operands]
+    free: Buffers = defaultdict(list)
     for block in blocks(layout):
         *parts, target = (tensor[block] for tensor in whole)
-        wide = [upcast(part) for part in parts]
-        if wide[0].shape[1] < layout.channels:
-            run = program.bind([p[block[1]] if p.dim() else p for p in others])
-        is_safe = not overlaps or wide[0] is not parts[0]
-        results = run(wide, target if is_safe else None)
-        if not is_safe:
-            target.copy_(results[0])
-        yield (
-            block[1],
-            [r if r.shape == target.shape else r.expand_as(target) for r in results],
-        )  # a constant is one number
-
-
-def _spread(operand: Tensor, layout: Layout) -> Tensor:
-    """An operand, shaped to be combined with blocks."""
-    if operand.numel() == 1:
-        return operand.reshape(())
-    column = operand.reshape(-1, 1)
-    # Where few neighbours share a channel torch would start a new loop for every few numbers.
-    if layout.inner in range(2, _SHORT_LOOP) and layout.outer >= _OFTEN:
-        return column.expand(-1, layout.inner).contiguous()
-    return column
-
-
-#: Neighbours from which a loop over them is long enough, and images from which a copy for one of them is small.
-_SHORT_LOOP = 256
-_OFTEN = 4
+        results = program([*map(upcast, parts), *(p[block[1]] if p.dim() else p for p in others)], free)
+        target.copy_(results[0])  # not before all is computed: it may be one of the inputs
+        yield block[1], [r.expand_as(target) for r in results]  # a constant is one number
 
 
 @functools.lru_cache(_PROGRAMS)
-def _forward(activation: Activation, dtype: torch.dtype) -> Program:
-    return _program(activation.function, 1, activation, dtype)
-
-
-@functools.lru_cache(_PROGRAMS)
-def _gradient(activation: Activation, needs: tuple[bool, ...], given: str, dtype: torch.dtype) -> Program:
-    return _program(activation.gradient_function(needs, given), 2, activation, dtype)
-
-
-def _program(function: Callable[..., Any], inputs: int, activation: Activation, dtype: torch.dtype) -> Program:
-    from ...activations.tracing import aten_graph, simplified, slow_kernels  # whose import takes a second
-
-    count = inputs + len(activation.operand_dims)
-    examples = [torch.zeros(_EXAMPLE, dtype=dtype, device="cpu") for _ in range(count)]
-    return Program(simplified(aten_graph(function, examples, slow_kernels())), inputs, dtype)
-
-
-#: All examples have one shape: the trace then leaves an operand's gradient as it is, element by element.
-_EXAMPLE = (4, 6)
+def _program(activation: Activation, dtype: torch.dtype, given: str = "", needs: tuple[bool, ...] = ()) -> Program:
+    """The program of an activation; or that of its gradients, if ``given`` says what was saved."""
+    function, inputs = (activation.gradient_function(needs, given), 2) if given else (activation.function, 1)
+    # All of one shape: the trace then leaves an operand's gradient as it is, element by element.
+    examples = [torch.zeros(4, 6, dtype=dtype, device="cpu") for _ in range(inputs + len(activation.operand_dims))]
+    return Program(simplified(aten_graph(function, examples, slow_kernels())), inputs)
 
 
 # --- programs ---------------------------------------------------------------------------------------------------------
 
-
-class Slot(int):
-    """The number of a place that holds a tensor."""
+#: Buffers that nothing reads, by dtype and shape.
+Buffers = dict[tuple[torch.dtype, torch.Size], list[Tensor]]
 
 
 class Step(NamedTuple):
-    """``call(*arguments, **options)``; slots among the arguments stand for what they hold.
+    """One operation of a program: ``call`` computes ``node``.
 
-    The result is written into ``out`` by the keyword, or is put there.
+    Attributes:
+        keyword: the argument of ``call`` that takes a buffer of a block's shape for the result, or None.
+        freed: the nodes whose buffers nothing reads any more, so that this step may write into them.
     """
 
+    node: Node
     call: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: dict[str, Any]
-    out: Slot
     keyword: str | None
+    freed: list[Node]
 
 
 class Program:
-    """A graph of pointwise ATen operations (``trace.simplified``), whose arithmetic is in ``dtype``.
+    """A graph of pointwise ATen operations (``tracing.simplified``).
 
-    The first ``blocks`` inputs are blocks; the others are the same for all blocks.
+    The first ``blocks`` inputs are blocks of one shape; the others are combined with them.
     """
 
-    def __init__(self, module: GraphModule, blocks: int, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.blocks = blocks
-        self.once: list[Step] = []
+    def __init__(self, module: GraphModule, blocks: int) -> None:
+        *nodes, output = module.graph.nodes
+        (result,) = output.args
+        self.results: list[Node] = list(result) if isinstance(result, (tuple, list)) else [result]
+        self.inputs = [node for node in nodes if node.op == "placeholder"]
+        self.constants: dict[Node, Tensor] = {}
         self.steps: list[Step] = []
-        self.buffers: dict[Slot, torch.dtype] = {}
-        self.count = 0
-        self._free: list[Slot] = []
-        self._slots: dict[Node, Slot] = {}
-        self._is_block: dict[Node, bool] = {}
+        last_use = {used: node for node in (*nodes, output) for used in node.all_input_nodes}
+        of_block, buffered, unread = set(self.inputs[:blocks]), set[Node](), list[Node]()
+        for node in nodes[len(self.inputs) :]:
+            target: Any = node.target
+            if not node.all_input_nodes:
+                self.constants[node] = target(*node.args, **node.kwargs)
+                continue
+            call, keyword, freed = target, None, unread
+            unread = [used for used in node.all_input_nodes if used in buffered and last_use[used] is node]
+            if not of_block.isdisjoint(node.all_input_nodes):
+                of_block.add(node)
+                call, keyword = _with_out(target)
+            if keyword is not None:
+                buffered.add(node)
+                if torch.Tag.core in target.tags:  # a kernel of its own, which may write over what it reads
+                    freed, unread = [*freed, *unread], []
+            self.steps.append(Step(node, call, keyword, freed))
+        self.held = [*unread, *buffered.intersection(self.results)]
 
-        nodes = list(module.graph.nodes)
-        (result,) = nodes[-1].args
-        results = list(result) if isinstance(result, (tuple, list)) else [result]
-        for i, node in enumerate(nodes):  # inputs come first
-            is_block = any(self._is_block[used] for used in node.all_input_nodes)
-            self._is_block[node] = i < blocks if node.op == "placeholder" else is_block
-        last_use = {used: i for i, node in enumerate(nodes) for used in node.all_input_nodes}
-        for i, node in enumerate(nodes):
-            if node.op == "placeholder":
-                self._slots[node] = self._new_slot()
-            elif node.op == "call_function":
-                dying = [used for used in node.all_input_nodes if last_use[used] == i]
-                self._place(node, dying)
-                for used in dying:
-                    self._release(used)
-        self.results = [self._slots[node] for node in results]
-
-    def bind(self, others: Sequence[Tensor]) -> Run:
-        """The program with the inputs that are the same for all blocks; what depends only on these is computed here."""
-        return Run(self, others)
-
-    # --- placing operations -------------------------------------------------------------------------------------------
-
-    def _place(self, node: Node, dying: Sequence[Node]) -> None:
-        target: Any = node.target
-        if not self._is_block[node]:
-            self._slots[node] = self._new_slot()
-            self.once.append(Step(target, self._arguments(node.args), dict(node.kwargs), self._slots[node], None))
-            return
-        call, keyword = _with_out(target)
-        dtype = getattr(node.meta["val"], "dtype", None)
-        reuse = None
-        if keyword is not None and torch.Tag.core in target.tags:
-            reuse = next((n for n in dying if self._holds(n, dtype)), None)
-        arguments = self._arguments(node.args)
-        if keyword is None or dtype is None:
-            self._slots[node] = self._new_slot()
-        elif reuse is not None:
-            self._slots[node] = self._slots.pop(reuse)
-        else:
-            self._slots[node] = self._buffer(dtype)
-        self.steps.append(Step(call, arguments, dict(node.kwargs), self._slots[node], keyword))
-
-    def _arguments(self, arguments: Sequence[Any]) -> tuple[Any, ...]:
-        return tuple(self._slots[a] if isinstance(a, Node) else a for a in arguments)
-
-    def _new_slot(self) -> Slot:
-        self.count += 1
-        return Slot(self.count - 1)
-
-    def _buffer(self, dtype: torch.dtype) -> Slot:
-        found = next((slot for slot in reversed(self._free) if self.buffers[slot] is dtype), None)
-        if found is not None:
-            self._free.remove(found)
-            return found
-        slot = self._new_slot()
-        self.buffers[slot] = dtype
-        return slot
-
-    def _holds(self, node: Node, dtype: torch.dtype | None) -> bool:
-        return self._slots.get(node) in self.buffers and self.buffers[self._slots[node]] is dtype
-
-    def _release(self, node: Node) -> None:
-        slot = self._slots.get(node)
-        if slot is not None and slot in self.buffers:
-            self._free.append(slot)
-
-
-class Run:
-    """A program with its buffers and what was computed once."""
-
-    def __init__(self, program: Program, others: Sequence[Tensor]) -> None:
-        self.program = program
-        self.memory: dict[Slot, Tensor] = {}
-        self.shape: torch.Size | None = None
-        self.places: list[Any] = [None] * program.count
-        self.places[program.blocks : program.blocks + len(others)] = others
-        _take(program.once, self.places)
-
-    def __call__(self, blocks: Sequence[Tensor], out: Tensor | None) -> list[Tensor]:
-        """The results for blocks of one shape, the first not being smaller than those that follow.
-
-        The first result is written into ``out``, which no input may overlap. The others are valid until the next call.
-        """
-        program, places = self.program, self.places
-        if blocks[0].shape != self.shape:
-            self._make_room(blocks[0])
-        places[: program.blocks] = blocks
-        first = program.results[0]
-        if out is not None and first in self.memory and out.dtype is program.dtype:
-            places[first] = out
-        _take(program.steps, places)
-        if out is not None and places[first] is not out:
-            out.copy_(places[first])
-        return [places[slot] for slot in program.results]
-
-    def _make_room(self, block: Tensor) -> None:
-        self.shape = block.shape
-        for slot, dtype in self.program.buffers.items():
-            if slot in self.memory:
-                self.places[slot] = self.memory[slot].view(-1)[: block.numel()].view(block.shape)
-            else:
-                self.places[slot] = self.memory[slot] = block.new_empty(block.shape, dtype=dtype)
-
-
-def _take(steps: Sequence[Step], places: list[Any]) -> None:
-    for call, arguments, options, out, keyword in steps:
-        found = [places[a] if type(a) is Slot else a for a in arguments]
-        if keyword is not None:
-            call(*found, **options, **{keyword: places[out]})
-        else:
-            places[out] = call(*found, **options)
+    def __call__(self, inputs: Sequence[Tensor], free: Buffers) -> list[Tensor]:
+        """The results for one block, which are valid until the next call. ``free``: buffers of earlier calls."""
+        values = {**self.constants, **dict(zip(self.inputs, inputs, strict=True))}
+        shape = inputs[0].shape
+        for node, call, keyword, freed in self.steps:
+            arguments = [values[a] if isinstance(a, Node) else a for a in node.args]
+            for unread in freed:
+                free[values[unread].dtype, shape].append(values[unread])
+            if keyword is None:
+                values[node] = call(*arguments, **node.kwargs)
+                continue
+            dtype = node.meta["val"].dtype
+            buffers = free[dtype, shape]
+            values[node] = buffers.pop() if buffers else inputs[0].new_empty(shape, dtype=dtype)
+            call(*arguments, **node.kwargs, **{keyword: values[node]})
+        for node in self.held:
+            free[values[node].dtype, shape].append(values[node])
+        return [values[node] for node in self.results]
 
 
 def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:

@@ -2,6 +2,7 @@
 
 import functools
 import math
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from fusedlayers import kernels
 from fusedlayers.activations import Activation
 from fusedlayers.activations.tracing import aten_graph, simplified, slow_kernels
 from fusedlayers.kernels import GradientRequest
+from fusedlayers.kernels.reference import traced
 from fusedlayers.kernels.reference.traced import Program
 
 Function = Callable[..., Any]
@@ -29,7 +31,7 @@ EDGES = (0.0, -0.0, 1.0, -1.0, 0.5, -2.5, 1e-42, -1e-42, 1e30, INF, -INF, NAN, -
 
 def _program(function: Function, inputs: int, blocks: int, dtype: torch.dtype) -> Program:
     examples = [torch.zeros(4, 6, dtype=dtype) for _ in range(inputs)]
-    return Program(simplified(aten_graph(function, examples, slow_kernels())), blocks, dtype)
+    return Program(simplified(aten_graph(function, examples, slow_kernels())), blocks)
 
 
 def _pairs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -94,14 +96,10 @@ def test_choices_are_torchs_to_the_bit(name: str, dtype: torch.dtype) -> None:
     x, y = _pairs(dtype)
     for p in (2.0, -1.0, -0.0, NAN):
         number = torch.tensor(p, dtype=dtype)
-        out = torch.full_like(x, 7.0)
         expected = function(x, y, number)
         given = [x.clone(), y.clone()]
-        (ours,) = made.bind([number])(given, out)
-        _assert_same_bits(ours, expected)
-        _assert_same_bits(out, expected)
-        (held,) = made.bind([number])(given, None)
-        _assert_same_bits(held.expand_as(expected).clone(), expected)
+        (ours,) = made([*given, number], defaultdict(list))
+        _assert_same_bits(ours.expand_as(expected).clone(), expected)
         for after, before in zip(given, (x, y), strict=True):  # an operation may write over a buffer, not over these
             _assert_same_bits(after, before)
 
@@ -146,13 +144,11 @@ def test_arithmetic(name: str, dtype: torch.dtype) -> None:
     made = _program(function, 3, 2, dtype)
     channels = torch.rand(8, 1, dtype=dtype) + 0.5
     for p in (channels, channels[:1, 0].reshape(())):
-        run = made.bind([p])
-        for shape in ((5, 8, 3), (5, 8, 1), (1, 8, 3), (5, 8, 3)):  # one run, over blocks of several shapes
+        free: traced.Buffers = defaultdict(list)
+        for shape in ((5, 8, 3), (5, 8, 1), (1, 8, 3), (5, 8, 3)):  # blocks of several shapes
             x, y = (torch.randn(shape, dtype=dtype) for _ in range(2))
-            out = torch.full_like(x, 7.0)
-            (ours,) = run([x, y], out)
+            (ours,) = made([x, y, p], free)
             expected = function(x, y, p).expand_as(x)
-            torch.testing.assert_close(out, expected)
             torch.testing.assert_close(ours.expand_as(x), expected)
 
 
@@ -164,23 +160,13 @@ def test_several_results(dtype: torch.dtype) -> None:
 
     made = _program(function, 3, 2, dtype)
     x, y, p = torch.randn(3, 4, 5, dtype=dtype), torch.randn(3, 4, 5, dtype=dtype), torch.randn(4, 1, dtype=dtype)
-    for out in (None, torch.empty_like(x)):
-        results = made.bind([p])([x, y], out)
-        for i, (ours, theirs) in enumerate(zip(results, function(x, y, p), strict=True)):
+    free: traced.Buffers = defaultdict(list)
+    made_buffers = []
+    for _ in range(2):
+        for i, (ours, theirs) in enumerate(zip(made([x, y, p], free), function(x, y, p), strict=True)):
             torch.testing.assert_close(ours.expand_as(x), theirs.expand_as(x), msg=f"result {i}")
-        if out is not None:
-            torch.testing.assert_close(out, function(x, y, p)[0])
-
-
-def test_what_serves_all_is_computed_once() -> None:
-    made = _program(lambda x, p: x * torch.exp(torch.sin(p)) + torch.cos(p), 2, 1, torch.float32)
-    assert len(made.once) == 3 and len(made.steps) == 2
-    x = torch.randn(6)
-    for value in (1.0, 2.0):
-        run = made.bind([torch.tensor(value)])
-        for _ in range(2):
-            (y,) = run([x], None)
-            torch.testing.assert_close(y, x * math.exp(math.sin(value)) + math.cos(value))
+        made_buffers.append({buffer.data_ptr() for buffers in free.values() for buffer in buffers})
+    assert made_buffers[0] == made_buffers[1]  # the second block makes none
 
 
 # --- whole tensors ----------------------------------------------------------------------------------------------------
