@@ -18,9 +18,6 @@ from .calls.decide import Call
 from .calls.plan import dropped, plan_for, run_in_place
 from .kernels.operations import MATMUL, Mlp, Pointwise
 
-#: Of ``bias_act`` without a bias, whatever its ``dim``.
-_POINTWISE = Pointwise(-1)
-
 
 def dense_bias_act(
     input: Tensor,
@@ -141,7 +138,7 @@ def conv_bias_act(
     try:
         make = validation.convolution if torch.compiler.is_compiling() else _convolution
         convolution = make(weight.dim() - 2, stride, padding, dilation, groups)
-    except (TypeError, AttributeError):  # a list, which cannot be hashed; or a weight that is no tensor
+    except (TypeError, AttributeError):  # a list, which cannot be hashed; or a weight that is not a tensor
         validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         convolution = validation.convolution(weight.dim() - 2, stride, padding, dilation, groups)
     if dropout:
@@ -197,7 +194,7 @@ def bias_act(
         return handle_torch_function(
             bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, dropout=dropout, save=save
         )
-    call = Call(_POINTWISE if bias is None else Pointwise(dim), (input, None, bias, None), activation, save)
+    call = Call(Pointwise(-1 if bias is None else dim), (input, None, bias, None), activation, save)
     if inplace:
         return run_in_place(call, dropout)
     if dropout:

@@ -183,5 +183,5 @@ def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
 
 
 def _gelu_backward(dy: Tensor, z: Tensor, *, grad_input: Tensor, **options: str) -> None:
-    """oneDNN refuses a number for dy, which is 0 behind a step (``floor(gelu(z))``)."""
+    """GELU's gradient. oneDNN refuses a number for dy, which is 0 for a step after GELU (``floor(gelu(z))``)."""
     aten.gelu_backward.grad_input(dy.expand_as(z), z, grad_input=grad_input, **options)
