@@ -69,7 +69,6 @@ def dense_bias_act(
     tensors = (input, weight, bias, residual)
     if has_torch_function(tensors) and not validation.are_usual(*tensors):
         record = resolve(activation, "dense_bias_act")
-        validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if not record.is_fusible:  # it has no name in a graph
             z = dense_bias_act(input, weight, bias, None, residual=residual)
             return dropped(record.plain(z), dropout)
@@ -127,7 +126,6 @@ def conv_bias_act(
     tensors = (input, weight, bias, residual)
     if has_torch_function(tensors) and not validation.are_usual(*tensors):  # a proxy does not tell its dimensions
         record = resolve(activation, "conv_bias_act")
-        validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if not record.is_fusible:
             z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
             return dropped(record.plain(z), dropout)
@@ -188,7 +186,6 @@ def bias_act(
     tensors = (input, bias)
     if has_torch_function(tensors) and not validation.are_usual(*tensors):
         record = resolve(activation, "bias_act")
-        validation.check_tensors("bias_act", {"input": input}, bias=bias)
         if not record.is_fusible and bias is None and not inplace:
             return dropped(record.plain(input), dropout)
         return handle_torch_function(
