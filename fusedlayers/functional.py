@@ -18,9 +18,6 @@ from .calls.decide import Call
 from .calls.plan import dropped, plan_for, run_in_place
 from .kernels.operations import MATMUL, Mlp, Pointwise
 
-#: Of ``bias_act`` without a bias, whatever its ``dim``.
-_POINTWISE = Pointwise(-1)
-
 
 def dense_bias_act(
     input: Tensor,
@@ -72,7 +69,6 @@ def dense_bias_act(
     tensors = (input, weight, bias, residual)
     if has_torch_function(tensors) and not validation.are_usual(*tensors):
         record = resolve(activation, "dense_bias_act")
-        validation.check_tensors("dense_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if not record.is_fusible:  # it has no name in a graph
             z = dense_bias_act(input, weight, bias, None, residual=residual)
             return dropped(record.plain(z), dropout)
@@ -130,7 +126,6 @@ def conv_bias_act(
     tensors = (input, weight, bias, residual)
     if has_torch_function(tensors) and not validation.are_usual(*tensors):  # a proxy does not tell its dimensions
         record = resolve(activation, "conv_bias_act")
-        validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         if not record.is_fusible:
             z = conv_bias_act(input, weight, bias, None, stride, padding, dilation, groups, residual=residual)
             return dropped(record.plain(z), dropout)
@@ -141,7 +136,7 @@ def conv_bias_act(
     try:
         make = validation.convolution if torch.compiler.is_compiling() else _convolution
         convolution = make(weight.dim() - 2, stride, padding, dilation, groups)
-    except (TypeError, AttributeError):  # a list, which cannot be hashed; or a weight that is no tensor
+    except (TypeError, AttributeError):  # a list, which cannot be hashed; or a weight that is not a tensor
         validation.check_tensors("conv_bias_act", {"input": input, "weight": weight}, bias=bias, residual=residual)
         convolution = validation.convolution(weight.dim() - 2, stride, padding, dilation, groups)
     if dropout:
@@ -191,13 +186,12 @@ def bias_act(
     tensors = (input, bias)
     if has_torch_function(tensors) and not validation.are_usual(*tensors):
         record = resolve(activation, "bias_act")
-        validation.check_tensors("bias_act", {"input": input}, bias=bias)
         if not record.is_fusible and bias is None and not inplace:
             return dropped(record.plain(input), dropout)
         return handle_torch_function(
             bias_act, tensors, *tensors, record, dim=dim, inplace=inplace, dropout=dropout, save=save
         )
-    call = Call(_POINTWISE if bias is None else Pointwise(dim), (input, None, bias, None), activation, save)
+    call = Call(Pointwise(-1 if bias is None else dim), (input, None, bias, None), activation, save)
     if inplace:
         return run_in_place(call, dropout)
     if dropout:

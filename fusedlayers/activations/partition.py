@@ -191,8 +191,7 @@ def _copied(graph: Graph, node: Node, argument: Callable[[Node], Node]) -> Node:
 
 
 def _dims(prologue: GraphModule, tensors: Sequence[Tensor]) -> tuple[int | None, ...]:
-    """The dimension, for each result of the prologue, of z, counted from the end, along which it runs; None for one
-    number. Without expansions the results are narrower than in the trace."""
+    """The ``dims`` of a split. Without expansions the prologue's results are narrower than in the trace."""
     try:
         shapes = [operand.shape for operand in prologue(*tensors)]
     except Exception as error:  # as operations raise that expect the expanded shape

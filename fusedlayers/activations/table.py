@@ -53,7 +53,7 @@ def spelled(name: str) -> str:
 # --- registering ------------------------------------------------------------------------------------------------------
 
 
-def register(definition: Definition) -> Definition:
+def register(definition: Definition) -> None:
     """Add a row to the table, so that ``resolve`` finds its name and what it stands for.
 
     Raises:
@@ -62,7 +62,6 @@ def register(definition: Definition) -> Definition:
     _add(definition.bind(), *definition.also_called)
     for target, arguments in definition.stands_for:
         register_stand_in(definition.name, target, arguments)
-    return definition
 
 
 def register_stand_in(name: str, target: Any, arguments: Mapping[str, object] = MappingProxyType({})) -> None:

@@ -45,7 +45,7 @@ class Call(NamedTuple):
     """The call ``activation(operation(...), *operands)``, or that of a block."""
 
     operation: Operation
-    #: Of a layer x, w, b and the residual; of a block x, and the weight and bias of each layer in turn.
+    #: x, w, b and the residual of a layer; x, and the weight and bias of each layer in turn, of a block.
     tensors: tuple[Any, ...]
     #: What a user passes; of what is computed the record.
     activation: Any
@@ -61,8 +61,7 @@ class Decision(NamedTuple):
     """A call's path, and its saved tensors."""
 
     path: Path
-    #: What the activation saves: "output" y, "input" the pre-activation z, "recompute" neither, "nothing" where none is
-    #: needed, "eager" for what PyTorch saves.
+    #: What the activation saves, as ``ops/pointwise.py`` lists; "nothing" where none is needed, "eager": as PyTorch.
     saved: Saved | Literal["eager"]
     #: What is saved and why, for people.
     reason: str
@@ -80,7 +79,7 @@ class Decision(NamedTuple):
     flattens: bool = False
     #: Whether y is written over z.
     overwrites: bool = False
-    #: Whose call it is, for errors in backward.
+    #: The function that was called, for errors in backward.
     function: str = ""
     #: What the node of a block needs to know besides tensors.
     block: Block | None = None

@@ -5,10 +5,6 @@ shapes, which tensors need gradients, autocast, modes. Plans are memoised by fac
 neither checked nor decided again. A call with new facts is checked (``validation.py``) and decided (``decide.py``).
 
 A path (``PATHS``) carries a plan out: calls the operation, the activation, and the autograd Functions around them.
-
-A block runs as one autograd node, ``ops/mlp_node.py``, where all of it is trained: it then saves no more than PyTorch.
-Else it runs layer by layer: each of its layers is a call with a plan of its own. That is so for frozen weights, weights
-that are computed from others, and under ``torch.compile``.
 """
 
 import functools
@@ -37,7 +33,7 @@ from ..kernels.operations import MATMUL, Convolution, Matmul, Mlp, Pointwise
 from ..ops.dropout import Dropout
 from ..ops.mlp_forward import BlockDropout, Linear, unpacked
 from ..ops.mlp_node import MLP
-from ..ops.pointwise import BiasAct, Origin, place_of
+from ..ops.pointwise import BiasAct, place_of
 from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.caching import BoundedCache
 from . import sizes, validation
@@ -184,7 +180,7 @@ def run_in_place(call: Call, dropout: float) -> Tensor:
 
 
 def _composite(plan: Plan, call: Call) -> Tensor:
-    """The result by PyTorch's own operations."""
+    """Run a call by PyTorch's own operations."""
     operation, tensors, activation, *_ = call
     if isinstance(operation, Mlp):
         x, (layer, *others), last = _layers(call)
@@ -217,7 +213,7 @@ def _compiled(plan: Plan, call: Call) -> Tensor:
 
 
 def _without_gradients(plan: Plan, call: Call) -> Tensor:
-    """The result by a backend's kernels; nothing is saved, and the output carries no branch bit."""
+    """Run a layer by a backend's kernels; nothing is saved, and the output carries no branch bit."""
     operation, (x, w, b, residual), *_ = call
     kernel_b, b = (b, None) if plan.bias_in_kernel else (None, b)
     z = operation(x, w, b)  # type: ignore[operator]
@@ -228,7 +224,7 @@ def _without_gradients(plan: Plan, call: Call) -> Tensor:
 
 
 def _fused(plan: Plan, call: Call) -> Tensor:
-    """The result by a backend's kernels, with a node for gradients."""
+    """Run a layer by a backend's kernels, and a block as one node, for gradients."""
     if plan.block is not None:
         return _block(plan, call)
     operation: Any = call.operation
@@ -246,7 +242,7 @@ def _fused(plan: Plan, call: Call) -> Tensor:
     if residual is not None and plan.saved == "input":
         z, residual = z.add_(residual), None
     if plan.saved != "output":
-        origin = Origin(x, w, b, operation.__call__) if plan.saved == "recompute" else None
+        origin = (x, w, b, operation) if plan.saved == "recompute" else None
         y: Tensor = BiasAct.apply(plan, z, kernel_b, residual, origin, *call.operands)
     else:
         places = (

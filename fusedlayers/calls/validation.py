@@ -31,8 +31,8 @@ PLAIN_TYPES = frozenset((Tensor, Parameter))
 
 
 def are_usual(*tensors: Tensor | None) -> bool:
-    """Whether these are torch's own tensors, and no subclasses, which may compute something else; and no compiler
-    traces the call."""
+    """Whether these are torch's own tensors, not subclasses, which may compute something else; and no compiler traces
+    the call."""
     for tensor in tensors:  # a loop enters no functions, as a generator does
         if tensor is not None and (type(tensor) not in PLAIN_TYPES or tensor.is_nested):
             return False
@@ -197,7 +197,7 @@ def check_save(function: str, save: str) -> None:
 
 
 def check_dropout(function: str, dropout: object) -> None:
-    """Refuse what is no probability."""
+    """Refuse a dropout that is not a probability."""
     if isinstance(dropout, bool) or not isinstance(dropout, Real):
         raise TypeError(f"{function}: dropout must be a number, got {described(dropout)}")
     if not 0 <= float(dropout) <= 1:
@@ -238,7 +238,7 @@ def check_inplace(x: Tensor, save: str, dropout: object) -> None:
 
 
 def check_features(function: str, **features: object) -> None:
-    """Refuse sizes that are no whole numbers: where arguments have slipped, ``nn.Linear`` speaks of ``empty()``."""
+    """Refuse sizes that are not whole numbers: where arguments have slipped, ``nn.Linear`` speaks of ``empty()``."""
     for name, value in features.items():
         if not is_whole(value):
             is_name = isinstance(value, str) and value.isidentifier()
@@ -249,7 +249,7 @@ def check_features(function: str, **features: object) -> None:
 
 
 def check_window(function: str, **sizes: object) -> None:
-    """Refuse a convolution's sizes that are neither a whole number nor some: ``nn.Conv2d`` takes a string for three."""
+    """Refuse a convolution's sizes that are not whole numbers: ``nn.Conv2d`` takes a string for a sequence."""
     for name, size in sizes.items():
         parts = size if isinstance(size, Iterable) and not isinstance(size, str) else (size,)
         if not all(map(is_whole, parts)):
@@ -282,7 +282,7 @@ def convolution(dims: int, stride: object, padding: object, dilation: object, gr
 
 
 def is_whole(value: object) -> TypeGuard[int]:
-    """Whether torch takes it for a whole number: NumPy's are, True is none."""
+    """Whether torch takes a value for a whole number, as it takes NumPy's, but not True."""
     is_int = type(value) is int  # which needs no look at base classes
     return is_int or (isinstance(value, (int, torch.SymInt, Integral)) and not isinstance(value, bool))
 

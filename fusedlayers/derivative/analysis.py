@@ -141,9 +141,8 @@ def _levels(features: Features, parts: list[Stretch], dtype: torch.dtype) -> lis
 def _stored_level(y: float, dtype: torch.dtype) -> tuple[float, float]:
     """The range of what is stored for the output y: a formula may miss it by a float32 unit if it is not 0."""
     exact = torch.tensor(y, dtype=torch.float32)
-    stored = torch.stack([exact, *(torch.nextafter(exact, exact * factor) for factor in (0.0, 2.0) if y != 0)]).to(
-        dtype
-    )
+    beside = (torch.nextafter(exact, exact * factor) for factor in (0.0, 2.0) if y != 0)
+    stored = torch.stack([exact, *beside]).to(dtype)
     return float(stored.min()), float(stored.max())
 
 

@@ -93,9 +93,7 @@ class Level:
     slope: float
 
     def holds(self, y: Tensor) -> Tensor:
-        if self.low == -math.inf:
-            return y <= self.high
-        return y >= self.low if self.high == math.inf else (y >= self.low) & (y <= self.high)
+        return (y >= self.low) & (y <= self.high)
 
 
 @dataclass(frozen=True)

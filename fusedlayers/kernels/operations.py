@@ -1,7 +1,6 @@
 """The operation before an activation: a matmul, a convolution or a bias, ``z = operation(x, w, b)``, by torch; and a
 block, which has its activation inside."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch.nn.functional as F
@@ -12,8 +11,6 @@ from ..utils.layout import along
 Sizes = tuple[int, ...]
 Weight = Any
 """A tensor; of ``Pointwise`` None."""
-Recompute = Callable[[Tensor, Weight, Tensor | None], Tensor]
-"""Computes z once more from x, w and b, for the backward pass."""
 
 
 class Matmul:

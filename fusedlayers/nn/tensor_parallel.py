@@ -21,7 +21,7 @@ class FusedColwiseParallel(ColwiseParallel):
         input_layouts, output_layouts, use_local_output: as for ``ColwiseParallel``.
 
     Raises:
-        NotImplementedError: the module is no ``FusedDenseAct``, ``nn.Linear`` or ``nn.Embedding``.
+        NotImplementedError: the module is not a ``FusedDenseAct``, ``nn.Linear`` or ``nn.Embedding``.
     """
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:

@@ -15,26 +15,26 @@ LEAST_ROWS = 256
 
 
 class BlockDropout(NamedTuple):
-    """Drops hidden numbers and scales the others up; which ones, a bit for each says."""
+    """A dropout of hidden numbers, with a bit for each; survivors are scaled by ``factor``."""
 
     factor: float
-    #: Of the whole hidden layer, row by row.
+    #: The bits of the whole hidden layer, row by row.
     bits: Tensor
 
     @classmethod
     def draw(cls, p: float, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Self:
-        """The elements that ``F.dropout`` would drop of a hidden layer of this size."""
+        """Drop what ``F.dropout`` would drop of a hidden layer of this size."""
         keep = torch.zeros(rows, hidden, dtype=torch.bool, device=device)
         if p < 1:
             keep = reference.drawn(torch.empty(rows, hidden, dtype=dtype, device=device), p)
         return cls(1 / (1 - p) if p < 1 else 0.0, reference.packed(keep))
 
     def apply(self, hidden: Tensor) -> Tensor:
-        """The result, in operations that autograd can differentiate."""
+        """Drop in operations that autograd can differentiate."""
         return hidden * self._mask(hidden, 0) * self.factor
 
     def overwrite(self, hidden: Tensor, first: int) -> None:
-        """The same of rows that begin with the ``first``, a multiple of ``LEAST_ROWS``."""
+        """Drop in place, in rows that begin with the ``first``, a multiple of ``LEAST_ROWS``."""
         hidden.mul_(self._mask(hidden, first)).mul_(self.factor)
 
     def _mask(self, hidden: Tensor, first: int) -> Tensor:

@@ -14,7 +14,7 @@ pre-activations over the saved buffers. Where the graph is retained it writes th
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,7 +54,8 @@ class MLP(Node):
         (dy,) = grads
         block, count = ctx.block, ctx.count
         x, w, *saved = ctx.saved_tensors
-        needs = NeededGradients.of(ctx.needs_input_grad, count)
+        _, _, needs_x, needs_w, needs_b, *others = ctx.needs_input_grad
+        needs = NeededGradients(needs_x, needs_w, needs_b, *map(tuple, _split(others, count)))
         given = 2 * count + len(needs.operands)
         (weights, biases, operands), hidden = _split(saved[:given], count), saved[given:]
         with torch.autocast(x.device.type, enabled=False):  # the forward pass has cast what was to be cast
@@ -89,11 +90,6 @@ class NeededGradients(NamedTuple):
     weights: tuple[bool, ...]
     biases: tuple[bool, ...]
     operands: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, needs: Sequence[bool], count: int) -> Self:
-        _, _, x, w, b, *rest = needs
-        return cls(x, w, b, *(tuple(part) for part in _split(rest, count)))
 
     @property
     def hidden(self) -> bool:
@@ -156,7 +152,7 @@ class _Totals:
         halves = 2 if block.is_packed else 1
         self.of_biases = [_Sum(rows) if need else None for need in needs.biases * halves]
         self.of_weights = [_Sum(rows) if need else None for need in needs.weights]
-        #: Of packed weights, in whose halves the sums are: to join them afterwards would take their bytes twice.
+        #: The gradient of packed weights, whose halves are the sums: to join these would take their bytes twice.
         self.of_packed: Tensor | None = None
         if block.is_packed:
             self.of_weights = [None, None]

@@ -6,7 +6,7 @@ tensors, its operands. By the plan, ``BiasAct`` saves one of
 
 * "output": y, which the next layer saves anyway; backward evaluates f' from it;
 * "input": z, from which f' is exact;
-* "recompute": neither; backward recomputes z from its ``Origin``, the layer's own arguments.
+* "recompute": neither; backward recomputes z from the layer's own arguments.
 
 They are two nodes and not one because dy is then freed before the matmul's gradients are made.
 """
@@ -14,7 +14,7 @@ They are two nodes and not one because dy is then freed before the matmul's grad
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,7 +22,6 @@ from torch import Tensor
 from .._torch import Node, saved_tensors_hooks_on_top, unsafe_view
 from ..activations import upcast
 from ..kernels import GradientRequest
-from ..kernels.operations import Recompute
 from ..utils.caching import in_clean_state
 from ..utils.layout import along, sum_along
 from .saved_buffers import expected_from_hooks, saved_output, take_over
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 def place_of(x: Tensor) -> Tensor:
     """A tensor at x's place in the graph, without values, and without a hold on those of x. It is not to be saved by
     ``save_for_backward``: hooks would copy it, at the size that it says it has."""
-    place = unsafe_view(x, x.shape)  # an alias that is no view of x
+    place = unsafe_view(x, x.shape)  # an alias that is not a view of x
     place.data = _nothing(x.dtype, x.device)
     return place
 
@@ -46,25 +45,17 @@ def _nothing(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
-class Origin(NamedTuple):
-    """How z can be recomputed: ``recompute(x, w, b)``."""
-
-    x: Tensor
-    w: Tensor | None
-    b: Tensor | None
-    recompute: Recompute
-
-
 class BiasAct(Node):
     """``y = f(z + b + residual, *operands)``, b and operands along ``plan.dim``.
 
-    With ``plan.saved == "input"`` the caller has added b and the residual; with "recompute" ``origin`` is given; with
-    "output" the caller sets the node's ``places``, those of z, b and residual in the graph.
+    With ``plan.saved == "input"`` the caller has added b and the residual; with "recompute" ``origin`` is x, w, b and
+    the operation that makes z of them; with "output" the caller sets the node's ``places``, those of z, b and residual
+    in the graph.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, z: Tensor, b: Tensor | None, residual: Tensor | None, origin: Origin | None,
+        ctx: Any, plan: Plan, z: Tensor, b: Tensor | None, residual: Tensor | None, origin: tuple[Any, ...] | None,
         *operands: Tensor,
     ) -> Tensor:  # fmt: skip
         overwrites = plan.overwrites
@@ -75,7 +66,7 @@ class BiasAct(Node):
         if overwrites:
             ctx.mark_dirty(z)
         if origin is not None:
-            *tensors, ctx.recompute = origin
+            *tensors, ctx.operation = origin
             ctx.save_for_backward(*tensors, b, residual, *operands)
         else:
             ctx.save_for_backward(y if plan.saved == "output" else z, *operands)
@@ -111,7 +102,13 @@ def _gradients(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[A
         saved = list(ctx.saved_tensors)
         if plan.saved == "recompute":
             x, w, operation_b, b, residual, *operands = saved
-            z = _recomputed(Origin(x, w, operation_b, ctx.recompute), b, residual, plan.dim)
+            # Two dtypes: the forward pass was under autocast, which cast the weight to the dtype of x. Whether backward
+            # is under autocast does not matter.
+            was_cast = w is not None and w.dtype is not x.dtype
+            with torch.autocast(x.device.type, dtype=x.dtype, enabled=was_cast):
+                z = ctx.operation(x, w, operation_b)
+            z = z if b is None else z + along(b, plan.dim, z.dim())
+            z = z if residual is None else z + residual
             saved, may_overwrite = [z, *operands], z is not x
     given, *operands = saved
     if is_composite:
@@ -121,13 +118,3 @@ def _gradients(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[A
     request = GradientRequest("output" if plan.saved == "output" else "input", may_overwrite, needs_b, tuple(needs))
     dz, db, *dp = plan.backend.gradient(dy, given, plan.activation, operands, request, dim=plan.dim)
     return [dz, db, *(None if d is None else d.view_as(p) for d, p in zip(dp, operands, strict=True))]
-
-
-def _recomputed(origin: Origin, b: Tensor | None, residual: Tensor | None, dim: int) -> Tensor:
-    x, w, operation_b, recompute = origin
-    # Two dtypes: the forward pass was under autocast, which cast the weight to the dtype of x. Whether backward is
-    # under autocast does not matter.
-    with torch.autocast(x.device.type, dtype=x.dtype, enabled=w is not None and w.dtype is not x.dtype):
-        z = recompute(x, w, operation_b)
-    z = z if b is None else z + along(b, dim, z.dim())
-    return z if residual is None else z + residual

@@ -1,10 +1,8 @@
 """Saved tensors of nodes: edits in place of an output are errors, and backward overwrites a buffer of its own.
 
 PyTorch's own layers save the input of most activations, so code may edit their output. Autograd refuses to run backward
-from a saved tensor that was edited; the error here says what to do.
-
-Autograd does not look at what saved-tensor hooks bring back: PyTorch's own operations then read what was written over
-it. So nodes that save their output look for edits themselves:
+from a saved tensor that was edited; the error here says what to do. What saved-tensor hooks bring back autograd does
+not look at. So nodes that save their output look for edits themselves:
 
 * Under hooks an edit is an error, as it is without. Whether they held a copy by then does not show.
 * A checkpoint's hooks bring back what a second run has made. Both runs write to each tensor as often; other numbers of
@@ -20,7 +18,7 @@ storage; how many of them are torch's own is calibrated once.
 
 import functools
 import sys
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,26 +35,19 @@ from ..utils.caching import in_clean_state
 EDITED = "one of the variables needed for gradient computation has been modified by an inplace operation"
 
 
-class Expected(NamedTuple):
-    """The version of an output that hooks get, once ``forward`` has ended; and, where the hooks are not a checkpoint's,
-    an empty tensor that counts the writes to it."""
-
-    version: int
-    counter: Tensor | None = None
-
-
-def expected_from_hooks(y: Tensor, *, is_dirty: bool) -> Expected:
-    """The state of ``y``, which hooks get, that backward must find.
+def expected_from_hooks(y: Tensor, *, is_dirty: bool) -> tuple[int, Tensor | None]:
+    """The state of ``y``, which hooks get, that backward must find: its version once ``forward`` has ended; and, where
+    the hooks are not a checkpoint's, an empty tensor that counts the writes to it.
 
     Args:
         is_dirty: whether the node marks it as such, for which autograd counts one more after ``forward``.
     """
     version = y._version + is_dirty
     if is_under_checkpoint():
-        return Expected(version)
+        return version, None
     counter = y.detach()
     counter.data = y.new_empty(0)  # it goes on counting, and holds no memory
-    return Expected(version, counter)
+    return version, counter
 
 
 def is_under_checkpoint() -> bool:
@@ -66,7 +57,7 @@ def is_under_checkpoint() -> bool:
 
 
 def saved_output(ctx: Any, function: str, activation: Activation) -> list[Tensor]:
-    """The output of ``function``, which a node has saved, and the activation's operands behind it.
+    """The output of ``function``, which a node has saved, followed by the activation's operands.
 
     Args:
         ctx: its ``expected`` is what ``expected_from_hooks`` has said of the output.
@@ -90,7 +81,7 @@ def saved_output(ctx: Any, function: str, activation: Activation) -> list[Tensor
 
 
 def _was_edited(function: str, activation: Activation, reason: str) -> RuntimeError:
-    """The error of an output that backward reads, and that is not what ``forward`` has saved."""
+    """The error for an output that backward reads, and that is not what ``forward`` has saved."""
     return RuntimeError(
         f"{function}: its {activation} output was edited in place after the forward pass, and backward reads it. "
         'Edit a copy (y = y.clone()), or let the input be kept: by save="input" in your own calls and layers, in a '

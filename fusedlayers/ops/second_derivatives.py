@@ -6,7 +6,7 @@ more in plain operations (``gradients_through``).
 
 A node that has saved its output finds the input that has this output (``derivative/input_of.py``). The gradient
 itself still comes from the output, as it does without ``create_graph``; its derivatives are those of the function at
-the input (``OutputGradient``). To differentiate the fit of f' in terms of y is no way: next to a fold f'' is
+the input (``OutputGradient``). The fit of f' in terms of y cannot be differentiated: next to a fold f'' is
 ``(d f' / dy) f'``, infinity times 0.
 
 What is differentiated goes to the place of the input in the graph, which ``pointwise.place_of`` keeps without values:

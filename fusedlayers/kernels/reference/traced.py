@@ -22,6 +22,7 @@ from torch.fx import GraphModule, Node
 from ..._torch import OpOverload, signature_of
 from ...activations import Activation, upcast
 from ...activations.tracing import TORCH_CALLS, aten_graph, simplified, slow_kernels
+from ...utils.caching import in_clean_state
 from ...utils.layout import laid_out, layout_along
 from ..interface import GradientRequest
 from .chunks import blocks
@@ -121,14 +122,13 @@ class Program:
         (result,) = output.args
         self.results: list[Node] = list(result) if isinstance(result, (tuple, list)) else [result]
         self.inputs = [node for node in nodes if node.op == "placeholder"]
-        self.constants: dict[Node, Tensor] = {}
+        self.constants = _values([n for n in nodes if n.op == "call_function" and not n.all_input_nodes])
         self.steps: list[Step] = []
         last_use = {used: node for node in (*nodes, output) for used in node.all_input_nodes}
         of_block, buffered, unread = set(self.inputs[:blocks]), set[Node](), list[Node]()
         for node in nodes[len(self.inputs) :]:
             target: Any = node.target
-            if not node.all_input_nodes:
-                self.constants[node] = target(*node.args, **node.kwargs)
+            if node in self.constants:
                 continue
             call, keyword, freed = target, None, unread
             unread = [used for used in node.all_input_nodes if used in buffered and last_use[used] is node]
@@ -162,6 +162,12 @@ class Program:
         return [values[node] for node in self.results]
 
 
+@in_clean_state
+def _values(nodes: Sequence[Any]) -> dict[Node, Tensor]:
+    """The numbers of nodes without inputs, which serve calls in any mode."""
+    return {node: node.target(*node.args, **node.kwargs) for node in nodes}
+
+
 def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
     """The variant of an operation that writes its result into a given tensor, and the keyword for that."""
     if not isinstance(target, OpOverload):
@@ -183,5 +189,5 @@ def _with_out(target: Any) -> tuple[Callable[..., Any], str | None]:
 
 
 def _gelu_backward(dy: Tensor, z: Tensor, *, grad_input: Tensor, **options: str) -> None:
-    """oneDNN refuses a number for dy, which is 0 behind a step (``floor(gelu(z))``)."""
+    """GELU's gradient. oneDNN refuses a number for dy, which is 0 for a step after GELU (``floor(gelu(z))``)."""
     aten.gelu_backward.grad_input(dy.expand_as(z), z, grad_input=grad_input, **options)
