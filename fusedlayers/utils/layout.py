@@ -19,8 +19,11 @@ def operand_along(operand: Tensor, dim: int, dims: int) -> Tensor:
 
 def sum_along(tensor: Tensor, dim: int) -> Tensor:
     """``tensor`` summed over all dimensions but ``dim``."""
-    dims = tensor.dim()
-    return tensor.sum([i for i in range(dims) if i != dim % dims]) if dims > 1 else tensor
+    others = [*range(tensor.dim())]
+    if len(others) < 2:
+        return tensor
+    del others[dim]
+    return tensor.sum(others)
 
 
 class Layout(NamedTuple):
