@@ -87,10 +87,6 @@ def _lora(model: Any, of: Model, most: int | None = None) -> Any:
     return get_peft_model(model, LoraConfig(r=8, lora_dropout=0.0, target_modules=[*of.projections[:most]]))
 
 
-def _checkpointed_lora(model: Any, of: Model) -> Any:
-    return _lora(_checkpointed(model, of), of, most=2)
-
-
 def _frozen(model: Any, of: Model) -> Any:
     """But for the last block."""
     if not of.blocks:
@@ -164,7 +160,7 @@ SETUPS = {
     "bfloat16": Setup(_bfloat16),
     "LoRA on q and v, autocast": Setup(partial(_lora, most=2), around=_AUTOCAST),
     "LoRA on all, autocast": Setup(_lora, around=_AUTOCAST),
-    "LoRA on q and v, checkpoints, autocast": Setup(_checkpointed_lora, around=_AUTOCAST),
+    "LoRA on q and v, checkpoints, autocast": Setup(lambda m, of: _lora(_checkpointed(m, of), of, 2), around=_AUTOCAST),
     "last block trained, autocast": Setup(_frozen, around=_AUTOCAST),
     "checkpoints of all blocks": Setup(_checkpointed),
     "checkpoints of all blocks, autocast": Setup(_checkpointed, around=_AUTOCAST),
