@@ -63,7 +63,7 @@ def code_reached_by(things: Iterable[object], owner: type) -> tuple[set[str], li
         thing: Any = pending.pop()
         if isinstance(thing, functools.partial):
             pending += tree_leaves((thing.func, thing.args, thing.keywords))
-        elif hasattr(thing, "__func__"):
+        elif isinstance(thing, types.MethodType | staticmethod | classmethod):
             pending.append(thing.__func__)
         elif isinstance(thing, types.FunctionType) and id(thing) not in seen:
             seen.add(id(thing))
