@@ -53,20 +53,25 @@ class Block:
 class Blocks(list[Block]):
     """The blocks of a model that may be recomputed, in the order of their calls; the model is fused.
 
+    A block that is recomputed saves nothing in the forward pass. So it runs as PyTorch runs it, which takes less time,
+    unless the budget counts the peak, which may be in its backward pass.
+
     Attributes:
         skipped: by reason, the paths of blocks that a recomputation would get wrong.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, of: Of) -> None:
         fuse(model)
+        self._of = of
         self.model, self.skipped = model, dict[str, list[str]]()
         self._patches = {patch.module: patch for patch in patches_of(model)}
 
     def save(self, blocks: Collection[Block]) -> None:
         """Recompute all but these."""
         recomputed = {block.module for block in self if block not in blocks}
+        plain = {module for block in recomputed for module in block.modules()} if self._of == "saved" else set()
         for module, patch in self._patches.items():
-            patch.recompute = module in recomputed
+            patch.recompute, patch.saves_once = module in recomputed, module not in plain
             if patch_of(module) is None:
                 patch.attach()
 

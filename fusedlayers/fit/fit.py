@@ -145,7 +145,7 @@ def fit(
     try:
         with unchanged([*model.modules()], tensors_in((step.args, step.kwargs))), eagerly():
             on_stage("finding blocks", 0.0)
-            blocks = Blocks(model)
+            blocks = Blocks(model, training.of)
             with training.step.readable():
                 training.together(lambda: leaves.extend(step.trained(blocks.find(step), model.modules())))
             if len({*everyone(repr([(block.path, block.kind) for block in blocks]))}) > 1:

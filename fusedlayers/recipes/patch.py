@@ -40,12 +40,14 @@ class Patch:
     Attributes:
         module: whose forward pass this is.
         recompute: whether the whole forward pass is computed again in the backward pass.
+        saves_once: whether values are saved once, or as eager PyTorch saves them.
         replaced: what the instance had in the place of its class's forward before, or None.
         role: what runs around its own forward pass, or None; ``leaf``: what that remembers of the module.
         is_attached: whether it does anything.
     """
 
     recompute = is_attached = False
+    saves_once = True
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
@@ -130,13 +132,14 @@ class Patch:
         forward = self.replaced or type(module).forward.__get__(module)
         region = current_region()
         if region is not None and region.knows_parameters and not self.recompute and self.is_attached:
-            role = self.role
+            role = self.role if self.saves_once else None
             if role is None:
                 return forward(*args, **kwargs)
             return role(region, self, module, partial(forward, *args, **kwargs))
-        if not self.is_attached or not can_enter() or torchscript_state() is not None:
+        is_on = self.is_attached and (self.saves_once or self.recompute)
+        if not is_on or not can_enter() or torchscript_state() is not None:
             return forward(*args, **kwargs)
-        run = partial(self._saving_once, module, forward)
+        run = partial(self._saving_once, module, forward) if self.saves_once else forward
         return recomputed(run, module, args, kwargs, "all") if self.recompute else run(*args, **kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:

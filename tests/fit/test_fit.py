@@ -24,7 +24,9 @@ from bench.__main__ import main as bench_main
 from fusedlayers.fit.blocks import Block, Blocks, Cost, Plans
 from fusedlayers.fit.budget import Measurement, Training
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.recipes.patch import patch_of
+from fusedlayers.recipes import patch
+from fusedlayers.recipes.patch import patch_of, patches_of
+from fusedlayers.recipes.save_once import enter_region
 from fusedlayers.utils import step
 from fusedlayers.utils.step import Step
 
@@ -92,7 +94,7 @@ def _bytes(model: nn.Module, x: Tensor, of: str) -> int:
 
 def _patches(model: nn.Module) -> dict[str, bool]:
     found = {path: patch_of(module) for path, module in model.named_modules()}
-    return {path: patch.recompute for path, patch in found.items() if patch is not None}
+    return {path: each.recompute for path, each in found.items() if each is not None}
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------------
@@ -125,13 +127,32 @@ def test_no_more_is_recomputed_than_the_budget_needs() -> None:
         with contextlib.suppress(ValueError):
             report = fl.fit(model, x, fraction=fraction)
             counts.append(len(report.recomputed))
-            blocks = [patch_of(layer) for layer in model.layers]
-            for block in blocks:
+            for layer in model.layers:
+                block = patch_of(layer)
                 if block.recompute:
                     block.recompute = False
+                    _save_once(layer, True)
                     assert _bytes(model, x, "saved") > report.budget_bytes
                     block.recompute = True
+                    _save_once(layer, False)
     assert counts == sorted(counts, reverse=True) and counts[-1] == 0 < counts[0]
+
+
+def _save_once(layer: nn.Module, saves_once: bool) -> None:
+    for each in patches_of(layer):
+        each.saves_once = saves_once
+
+
+@pytest.mark.parametrize("of", ["saved", "peak"])
+def test_recomputed_blocks_run_as_pytorchs_own_unless_the_peak_counts(of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = _made("transformer")
+    least = fl.fit(model, x, fraction=1.0, of=of, plan_only=True).smallest.bytes
+    recomputed = fl.fit(model, x, memory_budget_bytes=least, of=of).recomputed
+    assert recomputed
+    loss, entered = model(x).square().sum(), []
+    monkeypatch.setattr(patch, "enter_region", lambda *given: entered.append(given) or enter_region(*given))
+    loss.backward()
+    assert len(entered) == (0 if of == "saved" else len(recomputed))
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
@@ -300,7 +321,7 @@ def test_distributed(tmp_path: Path) -> None:
 
 
 def _paths(model: nn.Module, x: Tensor) -> list[str]:
-    blocks = Blocks(model)
+    blocks = Blocks(model, "saved")
     blocks.find(Step(model, (x,), {}))
     return [block.path for block in blocks]
 
