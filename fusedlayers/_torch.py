@@ -19,6 +19,7 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -117,6 +118,10 @@ def _within_a_mode(function: Callable[[], Any]) -> bool:
 #: () -> bool: whether a transform of torch.func (vmap, grad, jvp, functionalize) is running.
 functorch_is_active: Callable[[], bool] = _private(
     "torch:_C._are_functorch_transforms_active", _CALLS, _always, _returns(bool)
+)
+#: A context in which no such transform runs: a backward pass may be under vmap, and what it runs again is not.
+outside_of_transforms: Callable[[], AbstractContextManager[Any]] = _private(
+    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", "vmap of a backward pass raises", nullcontext
 )
 #: (tensor) -> bool: whether backward runs under the vmap of ``torch.autograd.grad(is_grads_batched=True)``.
 is_legacy_batched: Callable[[Tensor], bool] = _private(

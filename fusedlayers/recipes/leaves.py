@@ -12,8 +12,8 @@ Cost: the module's operators once more in a backward pass, for all readers toget
 run finds the module's attributes, and autocast, as the first one did. Left alone are modules that draw random numbers,
 compute gradients, set attributes, write to buffers, parameters or arguments, multiply matrices, or have arguments or
 attributes, or name variables, that may change in themselves, as a dict; and what a CUDA graph captures. Limits: one
-tensor is returned. What a module reads besides (a clock, a number in a global variable) may differ the second time: an
-error where the shapes of what is saved show it.
+tensor is returned. What a module reads besides (a clock, a number in a global variable or in a class) may differ the
+second time: an error where the shapes of what is saved show it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ import ctypes
 import functools
 import itertools
 import math
+import pickle
+import random
+import sys
 import weakref
 from collections.abc import Sequence
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -31,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import AccumulateGrad, OpOverload, number_of, results_of, sequence_number, storage_id
+from .._torch import AccumulateGrad, OpOverload, forward_ad_level, number_of, results_of, sequence_number, storage_id
 from ..calls.validation import PLAIN_TYPES
 from ..utils.reading import code_reached_by
 from .recipe import Stored, Value, View
@@ -51,12 +54,16 @@ _ARGUMENTS = type(None), bool, int, float, str, torch.dtype, torch.device
 #: What attributes of a leaf may be, beside tensors and tuples of these: what cannot change in itself.
 _CONSTANTS = frozenset({*_ARGUMENTS, FunctionType, BuiltinFunctionType, functools.partial, type})
 #: What a leaf's code may read besides: code.
-_READ = (FunctionType, MethodType, BuiltinFunctionType, functools.partial, type, ModuleType, OpOverload)
+_READ = (
+    *(FunctionType, MethodType, BuiltinFunctionType, functools.partial, type, ModuleType, OpOverload),
+    *(property, staticmethod, classmethod),
+)
 #: The attributes that every module has, and those of a patch.
 _OF_MODULES = frozenset({*vars(nn.Module()), "forward", "__prepare_scriptable__"})
 _HOOKS: dict[str, Any] = {name: {} for name in _OF_MODULES if name.endswith("hooks")}
-#: What is in a name of what draws random numbers: from Python's or NumPy's generator, or anybody's.
-_RANDOM = ("rand", "rng", "generator")
+#: What is in a name of what runs once: it draws random numbers, from Python's, NumPy's or anybody's generator, or all
+#: processes take part in it.
+_ONCE = ("rand", "rng", "generator", "all_reduce", "all_gather")
 #: Names by which a forward pass computes gradients, which takes what its nodes have saved.
 _GRADIENTS = ("autograd", "grad")
 
@@ -67,8 +74,7 @@ def is_leaf(module: nn.Module) -> bool:
     is_users = not kind.__module__.startswith(("torch.", "fusedlayers."))
     if not is_users or isinstance(module, torch.jit.ScriptModule) or any(True for _ in module.children()):
         return False
-    tensors = (*module.parameters(), *module.buffers())
-    return all(sum(size > 1 for size in tensor.shape) <= 1 for tensor in tensors)
+    return all(map(_is_vector, (*module.parameters(), *module.buffers())))
 
 
 class Leaf:
@@ -105,7 +111,7 @@ class Leaf:
             and run.func.__self__ is module
             and not module._modules
             and all(map(_is_constant, held))
-            and all(map(_is_simple, self.tensors))
+            and all(_is_simple(t) and _is_vector(t) for t in self.tensors)
             and all(isinstance(value, _ARGUMENTS) for value in (*self.args, *self.kwargs.values()))
             and not any(region.may_free(t) for t in self.tensors if t.requires_grad)
         ):
@@ -116,10 +122,12 @@ class Leaf:
         self.is_left_alone = True
         self.module, self.tensors, self.args, self.kwargs = None, [], [], {}
 
-    def trained_as(self, trained: Sequence[bool]) -> Any:
-        """The module, whose tensors need gradients where these say so: users freeze some between the passes."""
-        given = zip(self.tensors, trained, strict=True)
-        others = {id(t): t.detach().requires_grad_(needs) for t, needs in given if t.requires_grad != needs}
+    def with_tensors(self, tensors: Sequence[Tensor], trained: Sequence[bool]) -> Any:
+        """The module with other tensors, trained or not as they were: users freeze some between the passes."""
+        others: dict[int, Tensor] = {}
+        for t, other, needs in zip(self.tensors, tensors, trained, strict=True):
+            if t is not other or t.requires_grad != needs:
+                others[id(t)] = other.detach().requires_grad_(needs)
         if not others:
             return self.module
         own, module = vars(self.module), object.__new__(type(self.module))
@@ -134,6 +142,7 @@ class Leaf:
         variables that may change in themselves, and is no other compiler's."""
         names, read = code_reached_by((self.function, *vars(self.module).values()), type(self.module))
         names |= {str(getattr(value, "__name__", "")) for value in (*read, *vars(self.module).values())}
+        names |= {type(getattr(value, "__self__", None)).__name__ for value in read}
         given = [*tensors, *self.tensors]
         sources = {t.grad_fn for t in given}
         pending, seen, is_elsewhere = [node], set[Any](), False
@@ -150,7 +159,7 @@ class Leaf:
         if (
             is_elsewhere
             or any(name in node.name() for node in seen for name in _HEAVY)
-            or any(word in name.lower() for name in names for word in _RANDOM)
+            or any(word in name.lower() for name in names for word in _ONCE)
             or not names.isdisjoint(_GRADIENTS)
             or any(isinstance(value, Tensor) or not (_is_constant(value) or isinstance(value, _READ)) for value in read)
         ):
@@ -171,8 +180,9 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
     """The result of a leaf's forward pass; what its nodes save may be made again in backward. The ``owner`` is the
     module's patch, which holds the leaf."""
     tensors = [value for value in (*run.args, *run.keywords.values()) if isinstance(value, Tensor)]
-    if region.log is not None or not tensors or not region.can_replay(tensors[0]):
+    if region.log is not None or not tensors or not region.can_replay(tensors[0]) or forward_ad_level() >= 0:
         return run()
+    arguments = [region.value_of(t) for t in tensors] if region.is_checkpointed else None
     leaf: Leaf | None = owner.leaf
     if leaf is None or not leaf.is_changing:
         state = _state_of(module, run)
@@ -181,7 +191,7 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
     if leaf.is_left_alone or not all(map(_is_simple, tensors)):
         return run()
     versions = [t._version for t in (*leaf.tensors, *tensors)]
-    first, random_state = 0 if leaf.is_known else sequence_number(), _random_state(tensors[0])
+    first, random_state = 0 if leaf.is_known else sequence_number(), _random_state(tensors[0], leaf.is_known)
     log: list[Packed] = []
     region.log = log
     try:
@@ -189,7 +199,8 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
     finally:
         region.log = None
     is_changing = _state_of(module, run) != leaf.state
-    if is_changing or _random_state(tensors[0]) != random_state:  # it may depend on anything whether it draws
+    # It may depend on anything whether it draws.
+    if is_changing or _random_state(tensors[0], leaf.is_known) != random_state:
         leaf = owner.leaf = copy.copy(leaf)  # backward passes may need this one
         leaf.is_changing = is_changing
         leaf.leave_alone()
@@ -198,13 +209,15 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
         if not leaf.is_known:
             leaf.decide(tensors, whole.grad_fn, first)
         if not leaf.is_left_alone and [t._version for t in (*leaf.tensors, *tensors)] == versions:
-            call = Call(leaf, tensors, versions)
-            _replace(region, call, tensors, whole, log)
+            _replace(region, Call(leaf, tensors), tensors, whole, log, arguments)
     return y
 
 
-def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tensor, log: Log) -> None:
-    """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes."""
+def _replace(
+    region: Region, call: Call, tensors: Sequence[Tensor], whole: Tensor, log: Log, packed: Sequence[Value] | None
+) -> None:
+    """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes.
+    ``packed``: the values of the arguments, under a checkpoint."""
     given = *tensors, *call.leaf.tensors
     held, own, own_ids = {*map(_storage, given)}, _storage(whole), {*map(id, given)}
     found: list[tuple[int, int, Any, Tensor]] = []
@@ -223,7 +236,7 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
     else:
         gained = 0
     if gained:
-        arguments = [region.value_of(t) for t in tensors]
+        arguments = [*packed] if packed else [region.value_of(t) for t in tensors]
         taken = sum([value.nbytes for value in _stored_in(arguments) if not value.readers])
         # Of a slice all of its storage stays.
         slices = {_storage(t): max(0, t.untyped_storage().nbytes() - t.nbytes) for t in tensors if t.grad_fn is None}
@@ -235,8 +248,8 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
                     stored.become(Part(frame, number, tensor if stored is value else tensor._base, "saved in it"))
                     frame.wholes |= {number} if stored is not value else set()
     else:
-        packed = {id(tensor): value for value, tensor in log}
-        arguments = [packed.get(id(t)) or region.known(t) for t in tensors]
+        saved = {id(tensor): value for value, tensor in log}
+        arguments = [saved.get(id(t)) or region.known(t) for t in tensors]
     if whole.output_nr == 0 and own not in held and None not in arguments:
         region.has_leaves = True
         node: Any = whole.grad_fn
@@ -266,6 +279,10 @@ def _is_constant(value: Any) -> bool:
     )
 
 
+def _is_vector(tensor: Tensor) -> bool:
+    return sum([size > 1 for size in tensor.shape]) <= 1
+
+
 def _is_simple(tensor: Tensor) -> bool:
     is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
     return is_plain and not tensor.is_nested and not tensor.is_inference()
@@ -291,15 +308,19 @@ def _nbytes_of(node: Any) -> int:
     return int(math.prod(result.shape) * result.dtype.itemsize)
 
 
-def _random_state(tensor: Tensor) -> bytes | None:
-    """The states of the CPU's generator and of that of the tensor's device; others each time while a CUDA graph
-    captures it."""
+def _random_state(tensor: Tensor, is_known: bool) -> bytes:
+    """The states of the CPU's generator and of that of the tensor's device, and of Python's and NumPy's for a leaf that
+    is not known yet; others each time while a CUDA graph captures it."""
     states = [torch.default_generator.get_state()]
     if tensor.is_cuda and not torch.cuda.is_current_stream_capturing():
         states.append(torch.cuda.default_generators[tensor.get_device()].get_state())
     elif not tensor.is_cpu:
         return bytes(tensor.device.type + str(next(_counter)), "ascii")  # equal to no other
-    return b"".join([ctypes.string_at(state.data_ptr(), state.nbytes) for state in states])
+    found = [ctypes.string_at(state.data_ptr(), state.nbytes) for state in states]
+    if not is_known:
+        numpy: Any = sys.modules.get("numpy")
+        found.append(pickle.dumps((random.getstate(), numpy and numpy.random.get_state())))
+    return b"".join(found)
 
 
 _counter = itertools.count()

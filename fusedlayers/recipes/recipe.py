@@ -59,6 +59,7 @@ class Value:
         readers: how many saved tensors and recipes read it.
         version: of the tensor that it stands for, when that was saved.
         cloned: the sequence number of the ``clone`` that made it, or -1.
+        strides: of a copy, which stands for tensors that are laid out alike.
         operands: the values that it is made of.
         is_kept: whether it reads its operands once for all readers, and never where there is none.
         unpack: the hook that brings a stored tensor back, perhaps laid out otherwise.
@@ -67,6 +68,7 @@ class Value:
     operands: Sequence[Value] = ()
     is_kept = False
     unpack: Callable[[Any], Tensor] | None = None
+    strides: tuple[int, ...] | None = None
     depth = 0
     readers = 0
     version = 0
@@ -140,11 +142,9 @@ class Stored(Value):
 
     Attributes:
         packed: the tensor, or what hooks have made of it, which ``unpack`` brings back; ``nbytes``: of that tensor.
-        strides: of a copy, which stands for tensors that are laid out alike.
     """
 
     _layout: Layout | None = None
-    strides: tuple[int, ...] | None = None
     _nbytes = 0
 
     def __init__(self, tensor: Tensor, hooks: Hooks | None, region: object) -> None:

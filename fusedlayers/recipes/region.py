@@ -61,6 +61,7 @@ class Region:
 
     Attributes:
         hooks: those that were there before; they get what is saved.
+        is_checkpointed: whether those are a checkpoint's. Both of its runs have to pack as many tensors.
         knows_parameters: whether recipes may be made of a model's parameters.
         is_sharded: whether ``fully_shard`` has been used when the region began.
         log: what is packed while a leaf runs (``leaves.py``); None while none does.
@@ -69,7 +70,7 @@ class Region:
 
     def __init__(self, hooks: Hooks | None) -> None:
         self.hooks, self.knows_parameters, self.is_sharded = hooks, False, is_sharded()
-        self._is_checkpointed = hooks is not None and is_under_checkpoint()
+        self.is_checkpointed = hooks is not None and is_under_checkpoint()
         self._made = sequence_number()
         self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Stored]]] = {}
         self._nesting = 0
@@ -89,7 +90,7 @@ class Region:
         self._versions, self._given, self._kept = {}, (*map(id, given),), None
         if model is not None:
             self._model = weakref.ref(model)
-            found = None if self._is_checkpointed else _HOLDERS.get(model)  # both runs of a checkpoint find the same
+            found = None if self.is_checkpointed else _HOLDERS.get(model)  # both runs of a checkpoint find the same
             if found is None:
                 found = _HOLDERS[model] = [weakref.ref(module) for module in modules_in(model) if module._parameters]
             held = [p for ref in found if (module := ref()) is not None for p in module._parameters.values()]
@@ -127,7 +128,7 @@ class Region:
             value = self.value_of(tensor)
         elif tensor.numel() >= masks.LEAST_BYTES >> 2 and may_be_mask(tensor) and (mask := self._mask_of(tensor)):
             value = mask
-        elif self.hooks is None or self._is_checkpointed:  # a parameter, or a node's own
+        elif self.hooks is None or self.is_checkpointed:  # a parameter, or a node's own
             value = Stored(tensor, self.hooks, self)
         else:
             value = self.value_of(tensor)
@@ -146,20 +147,19 @@ class Region:
         node: Any = whole.grad_fn
         if node is None or not self.can_replay(tensor) or whole.output_nr or whole.storage_offset():
             return self._as_it_is(tensor, whole)
-        if self._is_checkpointed and number_of(node) < self._made:
+        if self.is_checkpointed and number_of(node) < self._made:
             return Stored(tensor, self.hooks, self)  # an argument may be a view, and is none in the second run
         value = self._known(node)
-        if isinstance(value, Stored):
-            if value.version != whole._version or value.strides not in (None, whole.stride()):  # written to since
-                return Stored(tensor, self.hooks, self)
-            if not value.operands and type(node).__name__ in RESULTS:  # which its node has saved, so far
-                value = self._recipe(node, whole) or value
-        elif value is None:
+        if value is None:
             value = self._recipe(node, whole)
-        elif value.version != whole._version:
-            return Stored(tensor, self.hooks, self)
-        if self._is_checkpointed and value is not None and isinstance(value.source, Stored):
-            return Stored(tensor, self.hooks, self)  # both runs of a checkpoint pack as many
+        elif value.version != whole._version or value.strides not in (None, whole.stride()):
+            return Stored(tensor, self.hooks, self)  # it was written to since, or is laid out otherwise
+        elif isinstance(value, Stored) and not value.operands and type(node).__name__ in RESULTS:
+            value = self._recipe(node, whole) or value  # its node has saved it, so far
+        if self.is_checkpointed and value is not None and self.hooks is not None:
+            if isinstance(value.source, Stored):
+                return Stored(tensor, self.hooks, self)
+            self.hooks[0](tensor)  # both runs pack as many: a leaf may find in one what it does not find in the other
         if value is None:
             if self.hooks is not None and whole is not tensor:
                 return self._as_it_is(tensor, whole)
@@ -176,7 +176,7 @@ class Region:
             return None
         if whole.storage_offset():
             return None
-        if self._kept is None or self._is_checkpointed:
+        if self._kept is None or self.is_checkpointed:
             model = None if self._model is None else self._model()
             buffers = [] if model is None else [b for m in modules_in(model) for b in m._buffers.values()]
             self._kept = {*self._given, *map(id, buffers)}
@@ -197,7 +197,7 @@ class Region:
         region = None if whole is not tensor and hasattr(whole, FLAT_PARAMETER) else self
         if (
             self.hooks is None
-            or self._is_checkpointed
+            or self.is_checkpointed
             or type(tensor) not in PLAIN_TYPES
             or tensor.layout is not torch.strided
         ):
@@ -240,7 +240,7 @@ class Region:
         if maker is None:
             return None
         if type(maker) is AccumulateGrad:  # in a checkpoint's second run autocast copies anew
-            return None if self._is_checkpointed else self.parameter(node, edge)
+            return None if self.is_checkpointed else self.parameter(node, edge)
         if output_nr or self._nesting >= DEPTH:
             return None
         known = self._known(maker)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from .._torch import autocast_is_active, backward_pass, queue_callback
+from .._torch import autocast_is_active, backward_pass, outside_of_transforms, queue_callback
 from ..ops.saved_buffers import EDITED
 from .recipe import Recipe, Value, laid_out, stream_of
 
@@ -51,8 +51,11 @@ class Call:
         leaf: what the call has found in the module.
     """
 
-    def __init__(self, leaf: Leaf, tensors: Sequence[Tensor], versions: Sequence[int]) -> None:
-        self.leaf, self._versions = leaf, versions[: len(leaf.tensors)]
+    def __init__(self, leaf: Leaf, tensors: Sequence[Tensor]) -> None:
+        self.leaf = leaf
+        # Optimizers that step in backward write to a parameter before the leaf has run again.
+        self._tensors = [t.detach().clone() if t._post_accumulate_grad_hooks else t for t in leaf.tensors]
+        self._versions = [t._version for t in self._tensors]
         self._trained = [t.requires_grad for t in (*leaf.tensors, *tensors)]
         self._autocast = None
         if autocast_is_active():
@@ -65,15 +68,17 @@ class Call:
         Raises:
             RuntimeError: a tensor of the module was written to since.
         """
-        if [t._version for t in self.leaf.tensors] != self._versions:
+        if [t._version for t in self._tensors] != self._versions:
             raise RuntimeError(f"{EDITED}: it belongs to a {self.name}, which backward runs again. {_ADVICE}")
-        args, kwargs, held = [*self.leaf.args], {**self.leaf.kwargs}, len(self.leaf.tensors)
+        args, kwargs, held = [*self.leaf.args], {**self.leaf.kwargs}, len(self._tensors)
         for place, tensor, is_trained in zip(self.leaf.places, tensors, self._trained[held:], strict=True):
             (args if isinstance(place, int) else kwargs)[place] = tensor.detach().requires_grad_(is_trained)
-        module = self.leaf.trained_as(self._trained[:held])
+        module = self.leaf.with_tensors(self._tensors, self._trained[:held])
         is_on, dtype = self._autocast or (False, None)
         kind = tensors[0].device.type
-        autocast = torch.autocast(kind, dtype, is_on) if self._autocast or autocast_is_active() else nullcontext()
+        is_cast = self._autocast or autocast_is_active()
+        # A cache would hold copies of the arguments until the context around backward, if there is one, ends.
+        autocast = torch.autocast(kind, dtype, is_on, cache_enabled=False) if is_cast else nullcontext()
         with torch.enable_grad(), autocast:
             return self.leaf.function(module, *args, **kwargs)
 
@@ -138,10 +143,13 @@ class Frame(Value):
             if number == last:
                 raise _Enough
 
-        given = [value.recorded() for value in self.operands]
+        try:
+            given = [value.recorded() for value in self.operands]
+        except RuntimeError as error:  # it has been written to
+            raise RuntimeError(f"{error} A {self.call.name} has it as its argument. {_ADVICE}") from error
         _running.is_again = True
         try:
-            with saved_tensors_hooks(pack, _nothing):
+            with outside_of_transforms(), saved_tensors_hooks(pack, _nothing):
                 y = self.call.again(given)
             if isinstance(y, Tensor):
                 found[RESULT] = (y if y._base is None else y._base).detach()

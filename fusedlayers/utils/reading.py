@@ -7,6 +7,7 @@ from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import Function
 
 from .._torch import tree_leaves
 
@@ -56,25 +57,39 @@ def reached_by(things: Iterable[object]) -> tuple[list[nn.Module], list[Tensor]]
 
 def code_reached_by(things: Iterable[object], owner: type) -> tuple[set[str], list[Any]]:
     """The names in the code of functions among some objects, and of all functions that these can call: those that they
-    close over, have as defaults, name among their globals, in modules that are, or in a class; and all else that they
-    close over, have as defaults, or name among their globals."""
+    close over, have as defaults, name among their globals, in modules or classes that are, or in a class; and all else
+    that these are bound to, close over, have as defaults, or name there."""
     names, values, pending, seen = set[str](), list[Any](), [*things], set[int]()
     while pending:
         thing: Any = pending.pop()
         if isinstance(thing, functools.partial):
-            pending += tree_leaves((thing.func, thing.args, thing.keywords))
+            held = thing.func, *thing.args, *thing.keywords.values()
+            values += held
+            pending += held
         elif isinstance(thing, types.MethodType | staticmethod | classmethod):
             pending.append(thing.__func__)
+        elif isinstance(thing, property):
+            pending.append(thing.fget)
+        elif isinstance(thing, type) and issubclass(thing, Function):
+            pending.append(thing.forward)
         elif isinstance(thing, types.FunctionType) and id(thing) not in seen:
             seen.add(id(thing))
-            if (thing.__module__ or "").partition(".")[0] == "torch":
+            if _is_torchs(thing):
                 continue
             own, read = names_in(thing.__code__), [value for found in read_by(thing) for value in found.values()]
             names |= own
+            for scope in (*owner.__mro__, *(value for value in read if isinstance(value, types.ModuleType | type))):
+                found = [vars(scope)[name] for name in own if name in vars(scope)]
+                pending += found
+                values += [] if _is_torchs(scope) else found
             values += read
-            scopes = [*owner.__mro__, *(value for value in read if isinstance(value, types.ModuleType))]
-            pending += [*read, *(vars(scope)[name] for scope in scopes for name in own if name in vars(scope))]
+            pending += read
     return names, values
+
+
+def _is_torchs(thing: Any) -> bool:
+    name = thing.__name__ if isinstance(thing, types.ModuleType) else thing.__module__
+    return (name or "").partition(".")[0] == "torch"
 
 
 def named_modules_of(function: Any) -> list[tuple[str, nn.Module]]:

@@ -251,7 +251,44 @@ class Masked(nn.Module):
         return (x * GIVEN["scale"].detach()).sin() * x.exp()
 
 
-CORNERS = (OwnView, Lazy, Conditioned, SavingOnce, Sparse, Sloped, Parts, Masked)
+class Kept:
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return None
+
+
+class Watched(nn.Module):
+    """Its result becomes an attribute, which a checkpoint's second run finds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.rand(WIDTH)), nn.Parameter(torch.rand(WIDTH))
+        self.register_forward_hook(lambda module, given, y: setattr(module, "result", Kept(y)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        return self.scale * (centered / torch.sqrt(centered.pow(2).mean(-1, keepdim=True) + 1e-6)) + self.shift
+
+
+class Started(NewGELU):
+    """A quantiser, whose first call sets its step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = nn.Parameter(torch.ones(()))
+        self.register_buffer("is_started", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.get_buffer("is_started"):
+            self.step.data.copy_(x.detach().abs().mean())
+            self.get_buffer("is_started").fill_(1)
+        z = (x / self.step).clamp(-8, 7)
+        return ((z.round() - z).detach() + z) * self.step
+
+
+CORNERS = (OwnView, Lazy, Conditioned, SavingOnce, Sparse, Sloped, Parts, Masked, Watched, Started)
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -350,7 +387,16 @@ def _skip_by_numpy(x: Tensor) -> Tensor:
     return x.sin() if npr.uniform() < 0.65 else x.cos()  # .55 and .72, and then .60
 
 
-@pytest.mark.parametrize("draw", [_drop, _skip, _skip_by_numpy])
+class Drawn:
+    def __call__(self, x: Tensor) -> Tensor:
+        return _skip(x)
+
+
+def _skip_unnamed(x: Tensor) -> Tensor:
+    return Drawn()(x)
+
+
+@pytest.mark.parametrize("draw", [_drop, _skip, _skip_by_numpy, _skip_unnamed])
 def test_a_leaf_may_draw_numbers_from_some_call_on(draw: Callable[[Tensor], Tensor], x: Tensor) -> None:
     class Drawing(NewGELU):
         def forward(self, x: Tensor) -> Tensor:
@@ -362,6 +408,129 @@ def test_a_leaf_may_draw_numbers_from_some_call_on(draw: Callable[[Tensor], Tens
     model = between_layers(Drawing())
     fl.fuse(model)
     assert all(same(model, x, run=run) for _ in range(4))
+
+
+STATE = {"scale": 1.0}
+
+
+def _by_state(x: Tensor, state: dict[str, float]) -> Tensor:
+    return x * state["scale"]
+
+
+class ByFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * STATE["scale"]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy
+
+
+class Helper:
+    scale = STATE
+
+    @staticmethod
+    def scaled(x: Tensor) -> Tensor:
+        return x * Helper.scale["scale"]
+
+
+class OfClass(NewGELU):
+    held = STATE
+
+    @property
+    def scale(self) -> float:
+        return STATE["scale"]
+
+
+READS: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "an attribute of the class": lambda leaf, x: x * leaf.held["scale"],
+    "a property": lambda leaf, x: x * leaf.scale,
+    "a method of another class": lambda leaf, x: Helper.scaled(x),
+    "a Function": lambda leaf, x: ByFunction.apply(x),  # type: ignore[no-any-return]
+    "a partial": lambda leaf, x: leaf.partial(x),  # type: ignore[no-any-return]
+}
+
+
+@pytest.mark.parametrize("way", READS)
+def test_a_leaf_that_reads_what_may_change_is_left_alone(way: str, x: Tensor) -> None:
+    read = READS[way]
+
+    class Reading(OfClass):
+        partial = staticmethod(functools.partial(_by_state, state=STATE))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(read(self, x)) * x.sigmoid()
+
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        found = []
+        for STATE["scale"] in (1.0, 2.0):
+            found.append(model(x))
+        return torch.cat(found)
+
+    model = between_layers(Reading())
+    fl.fuse(model)
+    assert same(model, x, run=run)
+
+
+def all_reduce(x: Tensor) -> Tensor:
+    return x + 1
+
+
+def test_a_leaf_in_which_all_processes_take_part_runs_once(x: Tensor) -> None:
+    leaf = Counted(lambda leaf, x: all_reduce(x))
+    model = between_layers(leaf)
+    fl.fuse(model)
+    gradients(model, x)
+    assert len(leaf.runs) == 1
+
+
+def test_a_leaf_that_holds_a_matrix_is_left_alone(x: Tensor) -> None:
+    model: Any = between_layers(NewGELU())
+    model[1].register_forward_hook(lambda module, given, y: setattr(module, "result", y.detach()))
+    fl.fuse(model)
+    results = []
+    for _ in range(3):
+        gradients(model, x)
+        results.append(weakref.ref(model[1].result))
+    assert [result() is None for result in results] == [True, True, False]
+
+
+def _step(p: Tensor) -> None:
+    p.detach().sub_(p.grad)  # type: ignore[arg-type]
+
+
+def test_optimizers_may_step_in_backward(x: Tensor) -> None:
+    def run(model: nn.Module, x: Tensor) -> Tensor:
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(_step)
+        h: Tensor = model[0](x)  # type: ignore[index]
+        return h + model[1](model[2](h))  # type: ignore[index, no-any-return]
+
+    model = between_layers(Watched())
+    fl.fuse(model)
+    assert same(model, x, run=run)
+
+
+def test_vmap_of_a_backward_pass(x: Tensor) -> None:
+    model, directions = between_layers(NewGELU()), torch.randn(3, *x.shape)
+    x.requires_grad_()
+    found = []
+    for _ in range(2):
+        y = model(x)
+        found.append(torch.vmap(lambda dy, y=y: torch.autograd.grad(y, x, dy, retain_graph=True)[0])(directions))
+        fl.fuse(model)
+    assert torch.equal(*found)
+
+
+def test_a_context_around_backward_keeps_no_casts_of_arguments(x: Tensor) -> None:
+    kept: list[bool] = []
+    model: Any = between_layers(Counted(lambda leaf, x: leaf.keep(torch.is_autocast_cache_enabled()) or x))
+    model[1].keep = kept.append
+    fl.fuse(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(x).sum().backward()
+    assert kept == [True, False]
 
 
 @pytest.mark.parametrize("is_trained", [False, True])
@@ -494,13 +663,26 @@ def test_a_mask_may_begin_within_a_storage(x: Tensor) -> None:
 # --- what cannot be the same ------------------------------------------------------------------------------------------
 
 
-def test_a_module_that_computes_something_else_is_named(x: Tensor) -> None:
-    model = between_layers(Counted(lambda leaf, x: torch.cat([x] * leaf.times())))
-    model[1].times = functools.partial(next, iter([1, 2]))  # type: ignore[assignment]
+TIMES = 1
+
+
+def test_a_module_that_computes_something_else_is_named(x: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = between_layers(Counted(lambda leaf, x: torch.cat([x] * TIMES)))
     fl.fuse(model)
     loss = model(x).sum()
+    monkeypatch.setitem(globals(), "TIMES", 2)
     with pytest.raises(RuntimeError, match=r"Counted: backward ran this module again.*fl\.unfuse\(module\) leaves it"):
         loss.backward()
+
+
+def test_a_module_whose_argument_is_written_to_is_named(x: Tensor) -> None:
+    model = between_layers(Watched())
+    fl.fuse(model)
+    h = model[0](x)
+    y = model[1](h)
+    h += model[2](y)
+    with pytest.raises(RuntimeError, match=r"modified by an inplace operation.* A Watched has it as its argument\."):
+        h.sum().backward()
 
 
 def test_a_parameter_that_is_written_to_is_an_error(x: Tensor) -> None:
