@@ -1,6 +1,6 @@
 """The table of activations: one row for each.
 
-Adding a row is the whole work of adding an activation: modules, kernels, tests and benchmarks iterate over this table.
+Adding a row is the whole work of adding an activation: kernels, tests and benchmarks iterate over this table.
 A row states the derivative in terms of the output y next to the function; "fold" asks for a fit.
 
 A constant that float32 does not hold exactly is written with y's dtype (``full_like``): between two plain numbers

@@ -192,7 +192,7 @@ def resolve(activation: object, function: str = "resolve") -> Activation:
         raise TypeError(f"{function}: activation must be an instance, {name}(...), and not the class {name}")
     if not callable(activation):
         is_slipped = function.startswith("Fused") and isinstance(activation, int | tuple)
-        hint = "; other arguments (bias=False, stride=2) are keywords" if is_slipped else ""
+        hint = "; other arguments, such as bias, are keywords" if is_slipped else ""
         raise TypeError(
             f"{function}: activation must be a name, a module, a function or None, got {described(activation)}{hint}"
         )

@@ -4,7 +4,7 @@ A ``Call`` is what is asked for, and a ``Decision`` the answer, of layers and bl
 What changes from call to call is not part of it: who owns a buffer in backward, the seed of a dropout, and what depends
 on values.
 
-Reasons are given here alone. They are logged (at DEBUG, by "fusedlayers"), and stand in errors; ``repr`` of a layer and
+Reasons are chosen here alone. They are logged (at DEBUG, by "fusedlayers"), and stand in errors; ``repr`` of a layer and
 ``explain`` ask for the decision about a large call (``describe``).
 """
 

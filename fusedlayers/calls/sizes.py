@@ -7,9 +7,8 @@ from torch import Tensor
 
 #: Results of fewer bytes are left to plain PyTorch: at most so much is forgone by a call. A fused call costs the time
 #: of an autograd.Function in Python, 60 to 200 us with cold caches. Forward and backward of two layers of 256 features,
-#: with a GELU between them that ``fuse`` had found, float32, one and two threads (AMD EPYC), took 1.10 to 1.11 times
-#: eager's time at 128 KiB, 1.06 to 1.09 at 256 KiB, and 1.03 to 1.05 at 512 KiB; with SiLU 1.10 to 1.22, 1.11 to 1.13,
-#: and 1.07 to 1.08.
+#: with a GELU between them, float32, one and two threads (AMD EPYC), took 1.10 to 1.11 times eager's time at 128 KiB,
+#: 1.06 to 1.09 at 256 KiB, and 1.03 to 1.05 at 512 KiB; with SiLU 1.10 to 1.22, 1.11 to 1.13, and 1.07 to 1.08.
 SMALL_BYTES = 512 << 10
 #: The same of layers and convolutions with an activation whose result PyTorch saves too (ReLU, tanh, sigmoid). Forward
 #: and backward as above with relu and tanh took 1.05 to 1.31 times eager's time up to 1 MiB. From 2 MiB on the

@@ -6,7 +6,6 @@ them, because a training step may call a part of the model; all are removed at t
 """
 
 import inspect
-import math
 import warnings
 from typing import Any
 
@@ -18,9 +17,6 @@ from ..fit.fit import fit
 from ..recipes.fuse import fuse, unfuse
 from ..recompute.segments import budget_from
 from ..utils.example import check_flag
-
-#: An integer below it is no number of bytes that anybody means.
-_LEAST_BYTES = 1024
 
 
 class FusedTraining:
@@ -38,8 +34,7 @@ class FusedTraining:
 
     def __init__(self, *, report: bool = False, fit_budget: float | str | None = None) -> None:
         check_flag("FuseCallback", "report", report)
-        least, most = (0.0, 1.0) if isinstance(fit_budget, float) else (_LEAST_BYTES, math.inf)
-        if isinstance(fit_budget, int | float) and not least < fit_budget <= most:
+        if isinstance(fit_budget, float) and not 0 < fit_budget <= 1:
             raise ValueError(
                 f'FuseCallback: fit_budget must be bytes, a size such as "8GiB", or a fraction above 0.0 and at most '
                 f"1.0 (30 % are 0.3), got {fit_budget!r}"

@@ -135,7 +135,7 @@ class _Costs(TorchDispatchMode):
 
     def __init__(self, keeps_results: bool) -> None:
         super().__init__()
-        self.keeps_results = keeps_results  # ``calls/plan.py`` reads it
+        self.keeps_results = keeps_results  # ``calls/tracers.py`` reads it
         #: Of products, with their versions.
         self.results: list[tuple[Tensor, int]] = []
         self.of_products = self.of_others = 0.0

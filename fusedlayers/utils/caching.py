@@ -3,7 +3,6 @@
 import functools
 import threading
 from collections.abc import Callable, Hashable
-from concurrent.futures import ThreadPoolExecutor
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -40,7 +39,21 @@ def in_clean_state(function: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with ThreadPoolExecutor(1, "fusedlayers-constants") as thread:
-            return thread.submit(function, *args, **kwargs).result()
+        outcome: list[R] = []
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                outcome.append(function(*args, **kwargs))
+            except BaseException as error:
+                errors.append(error)
+
+        # An executor takes no work after the main thread's end, when other threads may still train.
+        thread = threading.Thread(target=work, name="fusedlayers-constants")
+        thread.start()
+        thread.join()
+        for error in errors:
+            raise error
+        return outcome[0]
 
     return run

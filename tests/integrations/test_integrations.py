@@ -421,7 +421,7 @@ def test_options_are_checked() -> None:
         callback(exakt=True)
     with pytest.raises(TypeError, match="FuseCallback: report must be True or False, got 1"):
         callback(report=1)
-    for budget in ("a lot", -1, 30, True, 1.5):
+    for budget in ("a lot", -1, True, 1.5):
         with pytest.raises(ValueError, match=r"FuseCallback: fit_budget(: memory_budget_bytes| must be bytes)"):
             callback(fit_budget=budget)
 

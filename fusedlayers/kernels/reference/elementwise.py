@@ -1,4 +1,4 @@
-"""Bias, activation, gates, their gradients and inverses in torch operations: the readable reference.
+"""Bias, activation, gates and their gradients in torch operations: the readable reference.
 
 ATen's own kernels serve what the table of activations names them for, each in one vectorised pass. Users' functions,
 and activations that read other tensors, run as a program of their trace (``traced.py``). Everything else is the

@@ -9,7 +9,7 @@ from .gates import gate, gate_gradient
 from .launch import missing_because
 
 __all__ = [
-    "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "gate", "gate_gradient", "gradient", 
+    "ADDS_BIAS", "CHUNK_BYTES", "bias_act", "computes", "gate", "gate_gradient", "gradient",
     "missing_because", "slow_because",
 ]  # fmt: skip
 
