@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..activations import Activation, must_call_reason, resolve
 from ..calls.decide import choose_save, describe
 from ..calls.tracers import with_operands
-from ..calls.validation import check_dropout, check_features, check_save, check_window
+from ..calls.validation import check_dropout, check_features, check_save, check_tensors, check_window
 from ..functional import conv_bias_act, dense_bias_act
 from ..kernels.operations import Operation, Pointwise
 
@@ -49,6 +49,7 @@ class WithActivation(nn.Module):
     def _set(self, activation: object, save: str) -> None:
         name = type(self).__name__
         check_save(name, save)
+        check_tensors(name, {"weight": self._example()[1]})
         resolved = resolve(activation, name)
         if save == "output":
             choose_save(name, self._specialised(resolved), save, self._example()[1].dtype)  # which may refuse
