@@ -71,7 +71,7 @@ class Recipe:
     def compile(self, target: str) -> Any:
         """What Triton compiles it to for one of ``TARGETS``."""
         names = self.function.arg_names
-        divisible = [i for i, name in enumerate(names) if name not in (*self.constants, "rows", "steps")]
+        divisible = [i for i, name in enumerate(names) if name not in (*self.constants, "count", "rows", "steps")]
         source = ASTSource(
             self.function,
             signature={name: self._type(name) for name in names},
@@ -113,13 +113,11 @@ def recipe(
 
 
 def _gate_recipe(kernel: str, activation: Activation, dtype: torch.dtype, index: Any) -> Recipe:
-    """The same for rows that may have gaps."""
-    rows, columns = tiles.tile_of(MATRICES["column"])
-    constants = {"ROWS": rows, "COLUMNS": columns, "INDEX": index}
+    """The same of gates."""
+    constants = {"COLUMNS": tiles.TILE, "INDEX": index}
     constants["FORWARD"] = device_function(activation, "forward", given="input", dtype=dtype)
     function = gates.gate_kernel
     if kernel == "gate_gradient":
         function = gates.gate_gradient_kernel
         constants["GRADIENT"] = device_function(activation, "gradient", given="input", dtype=dtype)
-    constants["STEPS"] = (1,) * sum(name.endswith("_ptr") for name in function.arg_names)
     return Recipe(function, constants, dtype)

@@ -405,17 +405,6 @@ def inductor(
     return made
 
 
-def refuses_hooks(error: BaseException) -> bool:
-    """Whether an error says that saved-tensor hooks are on and should not be, as torch.func's transforms do, or that
-    they cannot be put on. Its text may be anybody's."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    off: Any = torch.autograd.graph.disable_saved_tensors_hooks
-    on: Any = torch.autograd.graph.saved_tensors_hooks.__enter__
-    return trace is not None and trace.tb_frame.f_code in (off.__wrapped__.__code__, on.__code__)
-
-
 def is_compiled(module: Any) -> bool:
     """Whether ``torch.compile`` has returned this module, or ``module.compile()`` was called."""
     wrappers: Any = getattr(sys.modules.get("torch._dynamo"), "OptimizedModule", ())

@@ -110,7 +110,7 @@ def _gpus() -> str:
 
 
 def _kernels() -> str:
-    if kernels.kernels_are_off():
+    if kernels.is_off(kernels.VARIABLE):
         return f"switched off by {kernels.VARIABLE}"
     reason = kernels.no_triton_because()
     if reason is not None and torch.cuda.device_count():

@@ -10,7 +10,6 @@ Python threads allocate on the CPU, and saved tensors of a compressed sparse or 
 
 import gc
 import os
-import warnings
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
@@ -20,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._torch import backward_pass, dynamo_is_loaded, own_hook, refuses_hooks, storage_id
+from ._torch import backward_pass, dynamo_is_loaded, own_hook, storage_id
 from .ops.saved_buffers import unedited
-from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of, saved_by
+from .utils.autograd_graph import attributes_of, checkpoints_of, leaves_of, nodes_of
 from .utils.storages import sizes_of, strided_parts, tensors_in
 
 __all__ = ["peak_bytes", "saved_bytes"]
@@ -39,9 +38,7 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     What counts is what the graph holds when the call returns, or when a backward pass in it begins: a node may have
     been abandoned for a later one, and freed with what it saved. Where the call builds several graphs one after the
     other (a training loop), the result is the largest of these numbers. Compiled functions can be measured; compile
-    them by one call beforehand, or the copies made while compiling may count. A function that refuses saved-tensor
-    hooks, as one that calls ``torch.func`` within does, is called again without. Then what counts is what the graph of
-    its result shows, which lacks what TorchScript, C++ extensions and writes over views in place save.
+    them by one call beforehand, or the copies made while compiling may count.
 
     Args:
         function: any callable of tensors; the graph is found through the tensors it returns.
@@ -59,21 +56,9 @@ def saved_bytes(function: Callable[..., Any], *args: Any, exclude: Any = ()) -> 
     excluded = list(tensors_in(list(exclude) if isinstance(exclude, Iterator | Set) else exclude))
     given = list(tensors_in((function, args)))
     ledger = _Ledger(given, excluded)
-    try:
-        pack = own_hook(None, _not_compiled(ledger.pack))
-        with torch.autograd.graph.saved_tensors_hooks(pack, _not_compiled(ledger.unpack)):
-            result = function(*args)
-        return ledger.total_bytes(result)
-    except RuntimeError as error:
-        if not refuses_hooks(error):
-            raise
-    # Here, where no traceback holds what the first call has made.
-    warnings.warn(
-        "saved_bytes: the function refuses saved-tensor hooks, as torch.func does; its bytes are those that its graph "
-        "shows, which lack what TorchScript, C++ extensions and writes over views in place save",
-        stacklevel=2,
-    )
-    return _Ledger(given, excluded).total_bytes(function(*args), saved_by)
+    pack = own_hook(None, _not_compiled(ledger.pack))
+    with torch.autograd.graph.saved_tensors_hooks(pack, _not_compiled(ledger.unpack)):
+        return ledger.total_bytes(function(*args))
 
 
 def _not_compiled(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -136,13 +121,13 @@ class _Ledger:
             self._most_bytes = max(self._most_bytes, self._bytes())
         return unedited((saved.tensor, saved.version))
 
-    def total_bytes(self, result: Any, held_by: Callable[[Any], Iterable[Tensor]] = attributes_of) -> int:
+    def total_bytes(self, result: Any) -> int:
         """Return the largest number, corrected by what only the finished graph of ``result`` shows: leaves, and what
         each node holds past hooks: attributes of contexts, and what checkpoints recompute from."""
         nodes = nodes_of(tensors_in(result))
         # Compiled code saves detached views, whose base is not known to be a parameter.
         self._left_out |= sizes_of(leaves_of(nodes)).keys()
-        held = [tensor for node in nodes for tensor in held_by(node)]
+        held = [tensor for node in nodes for tensor in attributes_of(node)]
         held += [tensor for _, tensors in checkpoints_of(nodes) for tensor in tensors]
         return max(self._most_bytes, self._bytes([tensor for tensor in held if not _is_of_parameter(tensor)]))
 

@@ -19,10 +19,9 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (kernels.VARIABLE, build.VARIABLE, "CC"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    remembered = kernels.kernels_are_off
-    remembered.cache_clear()
+    kernels._for_gpus.cache_clear()
     yield
-    remembered.cache_clear()
+    kernels._for_gpus.cache_clear()
 
 
 @pytest.fixture
@@ -107,7 +106,7 @@ def test_triton_that_does_not_run_is_broken_where_there_is_a_gpu(
     cpu = torch.device("cpu")
     monkeypatch.setattr(doctor, "_self_test", lambda device, test=doctor._self_test: test(cpu))
     assert told("Triton's kernels", capsys, 1).endswith("PyTorch computes in its place: Triton is not installed")
-    monkeypatch.setattr(kernels, "kernels_are_off", lambda: True)
+    monkeypatch.setenv(kernels.VARIABLE, "off")
     assert told("Triton's kernels", capsys) == f"switched off by {kernels.VARIABLE}"
     assert told("cuda:0", capsys) == "one" and "off by" in told("self-test on cuda:0", capsys)
 

@@ -177,15 +177,6 @@ def test_compiled_functions_can_be_measured(x: Tensor, w: Tensor) -> None:
             assert saved_bytes(compiled, x, exclude=x) == buffers * HIDDEN_BYTES
 
 
-def test_of_functions_that_refuse_hooks_the_graph_is_read(x: Tensor, w: Tensor) -> None:
-    def forward(x: Tensor) -> Tensor:
-        slope = torch.func.grad(lambda z: F.gelu(z).sum())(F.linear(x, w).detach())
-        return F.relu(F.linear(x, w)) * slope
-
-    with pytest.warns(UserWarning, match="saved_bytes: the function refuses saved-tensor hooks, as torch.func does"):
-        assert saved_bytes(forward, x, exclude=x) == 2 * HIDDEN_BYTES
-
-
 def test_autocast_copies_count(x: Tensor, w: Tensor) -> None:
     def forward(x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):

@@ -18,14 +18,12 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .._torch import refuses_hooks
 from ..derivative.analysis import Analysis, analyse
 from ..derivative.features import round_numbers, value_and_slope
 from ..derivative.input_of import within_reach
@@ -37,7 +35,7 @@ from .partition import Split, example_shape
 from .partition import split as split_trace
 from .record import Activation, Definition, WithOperands
 from .table import by_name
-from .tracing import NotPointwise, muted
+from .tracing import NotPointwise
 
 _log = logging.getLogger("fusedlayers")
 
@@ -96,11 +94,6 @@ def trace_activation(
         if any(p.device != device for p in operands):
             return _left_to_pytorch(activation, "its tensors are on another device")
     return WithOperands(found, operands, next((d for d in split.dims if d is not None), None))
-
-
-def without_logging() -> AbstractContextManager[None]:
-    """Log nothing in this thread: the caller only asks whether functions could be fused."""
-    return muted(_log)
 
 
 def _left_to_pytorch(activation: Activation, why: str) -> WithOperands:
@@ -272,8 +265,6 @@ def _kept_bytes(
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = function(z.clone().requires_grad_() * 1)
     except Exception as error:  # whatever a user's function may raise
-        if isinstance(error, RuntimeError) and refuses_hooks(error):
-            raise NotPointwise("it refuses saved-tensor hooks, as torch.func does") from error
         raise _raised(error) from error
     if find_variables(function).key != before:
         raise NotPointwise("it changes what it reads from call to call")

@@ -247,12 +247,11 @@ class Activation:
         fold = self.fold
         return None if fold is None else branch_bit.decode(y.to(torch.float32), dtype)
 
-    def derivative_given_output(self, y: Tensor, dtype: torch.dtype, *, differentiable: bool = False) -> Tensor:
+    def derivative_given_output(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """The derivative at outputs of ``dtype`` that are upcast to float32 (or float64)."""
         fitted = self.fitted_derivative(dtype)
         if fitted is not None:
-            evaluated = fitted.differentiable if differentiable else fitted
-            return evaluated(y, self.marked(y, dtype))
+            return fitted(y, self.marked(y, dtype))
         formula: Any = self._definition.derivative_given_output
         slope: Tensor = formula(y, **self.rounded_parameters(dtype))
         return slope

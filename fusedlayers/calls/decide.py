@@ -4,8 +4,8 @@ A ``Call`` is what is asked for, and a ``Decision`` the answer, of layers and bl
 What changes from call to call is not part of it: who owns a buffer in backward, the seed of a dropout, and what depends
 on values.
 
-Reasons are chosen here alone. They are logged (at DEBUG, by "fusedlayers"), and stand in errors; ``repr`` of a layer and
-``explain`` ask for the decision about a large call (``describe``).
+Reasons are chosen here alone. They are logged (at DEBUG, by "fusedlayers"), where a decision is new, and stand in
+errors; ``repr`` of a layer and ``explain`` ask for the decision about a large call (``describe``).
 """
 
 import math

@@ -75,17 +75,6 @@ class BranchFunction:
         distance = self._distance(y)
         return self.of_distance(torch.where(distance < self.margin, self.margin, distance), y, marked)
 
-    def differentiable(self, y: Tensor, marked: Tensor | None) -> Tensor:
-        """The same values, with a gradient that passes through the floor of the distance.
-
-        f' grows like sqrt(distance), so d f'/dy is infinite at the minimum, while f'' = (d f'/dy) f' is finite. Their
-        product is right if both factors are evaluated at the same floored distance. A floor that stops the gradient
-        would make it 0.
-        """
-        distance = self._distance(y)
-        lift = torch.where(distance < self.margin, self.margin - distance, 0.0).detach()
-        return self.of_distance(distance + lift, y, marked)
-
     def _distance(self, y: Tensor) -> Tensor:
         high, low = self.origin_parts
         return (y - high) - low

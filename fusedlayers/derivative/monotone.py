@@ -121,8 +121,6 @@ class MonotoneDerivative:
             value = torch.where(level.holds(y), level.slope, value)
         return torch.where(y != y, y, value)
 
-    differentiable = __call__
-
 
 # --- stretches --------------------------------------------------------------------------------------------------------
 

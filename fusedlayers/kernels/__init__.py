@@ -11,7 +11,7 @@ from . import cpu, reference
 from .cpu.build import is_off
 from .interface import Backend, GradientRequest
 
-__all__ = ["DEVICES", "VARIABLE", "Backend", "GradientRequest", "choose", "kernels_are_off", "no_triton_because"]
+__all__ = ["DEVICES", "VARIABLE", "Backend", "GradientRequest", "choose", "is_off", "no_triton_because"]
 
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def choose(tensor: Tensor, activation: Activation | None = None) -> Backend:
     """
     if tensor.is_cpu:
         return cpu
-    if tensor.is_cuda and tensor.dtype is not float64 and not kernels_are_off():
+    if tensor.is_cuda and tensor.dtype is not float64:
         backend = _for_gpus()
         return backend if activation is None or backend.computes(activation) else reference
     return reference
@@ -48,17 +48,9 @@ def no_triton_because() -> str | None:
 
 
 @functools.cache
-def kernels_are_off() -> bool:
-    """Whether the environment switches the kernels off.
-
-    Raises:
-        ValueError: it says neither "on" nor "off".
-    """
-    return is_off(VARIABLE)
-
-
-@functools.cache
 def _for_gpus() -> Backend:
+    if is_off(VARIABLE):
+        return reference
     reason = no_triton_because()
     if reason is None:
         from . import triton

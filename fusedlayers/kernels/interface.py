@@ -66,8 +66,7 @@ class Backend(Protocol):
     def gate(
         self, z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None
     ) -> Tensor:
-        """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer. Without operands rows may
-        have gaps between them, and elements too; with operands all are contiguous."""
+        """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer. All are contiguous."""
         ...
 
     def gate_gradient(
@@ -78,10 +77,8 @@ class Backend(Protocol):
         activation: Activation,
         operands: Sequence[Tensor],
         needs: tuple[bool, ...],
-        out: tuple[Tensor, Tensor] | None = None,
     ) -> Sequence[Tensor | None]:
-        """Write the gradients of z and up into ``out``, or else over these and over dy; return those of the operands.
-        Layouts as for ``gate``."""
+        """Write the gradients of z and up over these, and over dy; return those of the operands. All are contiguous."""
         ...
 
     #: How many hidden bytes a chunk of a block's rows has, at least; a block that recomputes nothing is one chunk then.

@@ -108,12 +108,6 @@ class Pointwise(NamedTuple):
     def shape(self, x: Tensor, w: Weight) -> Sizes:
         return tuple(x.shape)
 
-    def flattened(self, x: Tensor) -> Tensor:
-        return x
-
-    def unflattened(self, y: Tensor, x: Tensor) -> Tensor:
-        return y
-
 
 class Mlp(NamedTuple):
     """``linear(dropout(activation(linear(x, w1, b1))), w2, b2)``; gated: ``activation(gate) * up`` of two first layers,

@@ -30,7 +30,7 @@ class OutputSaved(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         (dy,) = grads
         (y,) = ctx.saved_tensors
-        slope = ctx.activation.derivative_given_output(upcast(y), y.dtype, differentiable=torch.is_grad_enabled())
+        slope = ctx.activation.derivative_given_output(upcast(y), y.dtype)
         return (upcast(dy) * slope).to(y.dtype), None
 
 

@@ -77,7 +77,7 @@ class MLP(Node):
                 dense = torch.contiguous_format
                 for i, may in enumerate(take_over(ctx, hidden)):
                     hidden[i] = hidden[i].contiguous() if may else hidden[i].clone(memory_format=dense)
-                found = _gradients(block, dy, x, layers, w, operands, hidden, needs)
+                found = _gradients(_Totals(block, w, layers, operands, needs, len(x)), dy, x, hidden)
         return None, None, *found
 
 
@@ -95,42 +95,6 @@ class NeededGradients(NamedTuple):
     def hidden(self) -> bool:
         """Whether gradients go through the hidden layer."""
         return self.x or any((*self.weights, *self.biases, *self.operands))
-
-
-def _gradients(
-    block: Block,
-    dy: Tensor,
-    x: Tensor,
-    layers: Sequence[Linear],
-    w: Tensor,
-    operands: Sequence[Tensor],
-    saved: list[Tensor],
-    needs: NeededGradients,
-) -> list[Tensor | None]:
-    """The gradients of x, of the last weight and bias, of the first weights, their biases and the operands. The saved
-    buffers are overwritten and freed."""
-    # The contiguous copy is made here so that it can be freed here: a caller's frame may hold what it has passed on, as
-    # it does once torch's compiler has hooked itself into how Python evaluates frames.
-    dy = dy.contiguous()
-    totals = _Totals(block, w, layers, operands, needs, len(x))
-    recomputes = not saved
-    is_cut = block.chunk_rows(len(x)) < len(x)
-    dx = torch.empty_like(x) if needs.x and recomputes and is_cut else None
-    db = dy.sum(0) if needs.b else None
-    if block.is_whole and needs.w:
-        totals.of_w.add_product(dy, saved[0])
-    for rows in block.rows(x):
-        parts = [part[rows] for part in saved] or block.pre_activations(x[rows], layers)
-        totals.through_last(dy[rows], parts, rows.start)
-        if recomputes and needs.hidden:
-            of_rows = totals.through_first(parts, x[rows], None if dx is None else dx[rows])
-            dx = dx if is_cut else of_rows
-            del of_rows
-        del parts
-    del dy  # which may be a copy
-    if not recomputes:
-        dx = totals.through_first(saved, x, None)
-    return [dx, totals.of_w.take() if needs.w else None, db, *totals.take()]
 
 
 class _Totals:
@@ -203,6 +167,32 @@ class _Totals:
             of_biases = [torch.cat(of_biases) if self.needs.biases[0] else None]  # type: ignore[arg-type]  # then all are
         of_operands = zip(self.of_operands, self.operands, self.needs.operands, strict=True)
         return [*of_weights, *of_biases, *(total.to(p.dtype) if need else None for total, p, need in of_operands)]
+
+
+def _gradients(totals: _Totals, dy: Tensor, x: Tensor, saved: list[Tensor]) -> list[Tensor | None]:
+    """The gradients of x, of the last weight and bias, of the first weights, their biases and the operands. The saved
+    buffers are overwritten and freed."""
+    # The contiguous copy is made here so that it can be freed here: a caller's frame may hold what it has passed on, as
+    # it does once torch's compiler has hooked itself into how Python evaluates frames.
+    dy = dy.contiguous()
+    block, needs, recomputes = totals.block, totals.needs, not saved
+    is_cut = block.chunk_rows(len(x)) < len(x)
+    dx = torch.empty_like(x) if needs.x and recomputes and is_cut else None
+    db = dy.sum(0) if needs.b else None
+    if block.is_whole and needs.w:
+        totals.of_w.add_product(dy, saved[0])
+    for rows in block.rows(x):
+        parts = [part[rows] for part in saved] or block.pre_activations(x[rows], totals.layers)
+        totals.through_last(dy[rows], parts, rows.start)
+        if recomputes and needs.hidden:
+            of_rows = totals.through_first(parts, x[rows], None if dx is None else dx[rows])
+            dx = dx if is_cut else of_rows
+            del of_rows
+        del parts
+    del dy  # which may be a copy
+    if not recomputes:
+        dx = totals.through_first(saved, x, None)
+    return [dx, totals.of_w.take() if needs.w else None, db, *totals.take()]
 
 
 _wide_products: dict[torch.device, bool] = {}

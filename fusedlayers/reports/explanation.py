@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -234,7 +235,7 @@ class Subject:
     def _taken(self) -> tuple[tuple[int, ...], Activation]:
         """A shape that the function takes: with the channels that its tensors have as second dimension or as last one,
         or any."""
-        from ..activations.custom import without_logging  # whose import takes a second
+        from ..activations.tracing import muted  # whose import takes a second
 
         tensors = find_variables(self._activation.function).tensors
         # No fewer dimensions than a tensor has, which would add its own to the result.
@@ -243,7 +244,7 @@ class Subject:
             rest = -(-COUNT // channels)
             images = [(8, channels, *[4] * dims, -(-rest // (8 * 4**dims))) for dims in (2, 1, 0)]
             for shape in (*images, (*ones, rest, channels)):
-                with without_logging():
+                with muted(logging.getLogger("fusedlayers")):
                     record = self._specialised(shape)
                 if record.is_fusible:
                     return shape, record

@@ -77,7 +77,7 @@ def compile_kernel(
     recipe = elementwise_recipe.recipe(kernel, activation, dtype, bias, index)
     compiled = recipe.compile(target)
     _, tensors_read = elementwise_recipe.KERNELS[kernel]
-    tile_bytes = recipe.constants["ROWS"] * recipe.constants["COLUMNS"] * dtype.itemsize
+    tile_bytes = recipe.constants.get("ROWS", 1) * recipe.constants["COLUMNS"] * dtype.itemsize
     wide = tile_bytes // (16 * tiles.THREADS)
     return {
         "target": target,

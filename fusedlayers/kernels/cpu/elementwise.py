@@ -22,7 +22,6 @@ from ...utils.layout import is_dense, laid_out_as, layout_along
 from ...utils.storages import is_plain
 from .. import reference
 from ..interface import GradientRequest
-from ..reference.chunks import by_rows
 from . import loops
 from .loops import Kernel
 from .value_tables import FoldTable, derivative_table
@@ -55,9 +54,7 @@ def bias_act(
     """``Backend.bias_act`` by the compiled loops."""
     kernel = forward_kernel(activation, z.dtype, encode)
     if kernel is None or not z.numel():
-        return reference.bias_act(
-            z, b, activation, operands, residual=residual, dim=dim, encode=encode, out=out
-        )  # fmt: skip
+        return reference.bias_act(z, b, activation, operands, residual=residual, dim=dim, encode=encode, out=out)
     y = out if out is not None and (out.is_contiguous() or is_dense(out)) else torch.empty_like(z)
     strides = y.stride()
     if z.stride() != strides:
@@ -94,31 +91,17 @@ def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tenso
     kernel = gate_kernel(activation, z.dtype, gradient=False)
     if kernel is None or not z.numel():
         return reference.gate(z, up, activation, operands, out)
-    out = torch.empty_like(z) if out is None else out
-    if all(map(loops.has_rows, (z, up, out))):
-        return loops.gate(kernel, z, up, out)
-    by_rows(lambda *tensors: loops.gate(kernel, *tensors), (z, up), (out,))
-    return out
+    return loops.gate(kernel, z, up, torch.empty_like(z) if out is None else out)
 
 
 def gate_gradient(
-    dy: Tensor,
-    z: Tensor,
-    up: Tensor,
-    activation: Activation,
-    operands: Sequence[Tensor],
-    needs: tuple[bool, ...],
-    out: tuple[Tensor, Tensor] | None = None,
+    dy: Tensor, z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], needs: tuple[bool, ...]
 ) -> Sequence[Tensor | None]:
     """``Backend.gate_gradient`` by the compiled loops."""
     kernel = gate_kernel(activation, z.dtype, gradient=True)
     if kernel is None or not z.numel() or not is_plain(dy):
-        return reference.gate_gradient(dy, z, up, activation, operands, needs, out)
-    results = out or (z, up)
-    if all(map(loops.has_rows, (dy, z, up, *results))):
-        loops.gate_gradient(kernel, dy, z, up, *results)
-    else:
-        by_rows(lambda *tensors: loops.gate_gradient(kernel, *tensors), (dy, z, up), results)
+        return reference.gate_gradient(dy, z, up, activation, operands, needs)
+    loops.gate_gradient(kernel, dy, z, up)
     return ()
 
 

@@ -461,7 +461,6 @@ typedef struct {
   const kernel *k;
   const char *in[3];
   char *out[2];
-  const int64_t *gaps; /* bytes between the rows of each in and out, or NULL where there are none */
   const float *bias;   /* along the channels, or NULL */
   int sums;            /* whether it sums along the channels what it writes */
   float *partial;
@@ -651,10 +650,7 @@ static double sum_of_block(float *x) {
   return total;
 }
 
-static void piece_task(const pass *given, step *one, const layout *l, int64_t row, int64_t piece, int64_t task) {
-  pass own = *given, *p = &own;
-  for (int i = 0; p->gaps != NULL && i < 3; i++) p->in[i] += row * p->gaps[i];
-  for (int i = 0; p->gaps != NULL && i < 2; i++) p->out[i] += row * p->gaps[i + 3];
+static void piece_task(const pass *p, step *one, const layout *l, int64_t row, int64_t piece, int64_t task) {
   const int64_t first = piece * PIECE, end = first + PIECE < l->columns ? first + PIECE : l->columns;
   float bias[BLOCK], sum[BLOCK] = {0};
   const channels c = {p->bias == NULL ? NULL : bias, sum};
@@ -705,7 +701,7 @@ static int64_t over(int64_t count, int64_t size) { return (count + size - 1) / s
 static int walk(pass *p, step *one, const layout *l, void *sums) {
   const int by_columns = l->axis == ALONG_COLUMNS;
   /* Of longer rows the last block, which is padded, is a small part. */
-  const int are_short = l->axis == ALONG_ROWS && p->gaps == NULL && l->columns < 4 * BLOCK && l->columns % BLOCK;
+  const int are_short = l->axis == ALONG_ROWS && l->columns < 4 * BLOCK && l->columns % BLOCK;
   const int64_t rows = over(l->count, l->columns), run = over(RUN, l->columns), samples = over(run, l->channels);
   const int64_t period = are_short && samples * l->channels < rows ? samples * l->channels : rows;
   /* A task is one of ``parts`` of a group of rows, which has as many partial sums as ``width`` says. */
@@ -752,13 +748,12 @@ int gradient(const kernel *k, const void *dy, const void *saved, void *dz, void 
   return walk(&p, gradient_step, l, db);
 }
 
-int gate(const kernel *k, const void *z, const void *up, void *out, const int64_t *gaps, const layout *l) {
-  pass p = {.k = k, .in = {z, up}, .out = {out}, .gaps = gaps};
+int gate(const kernel *k, const void *z, const void *up, void *out, const layout *l) {
+  pass p = {.k = k, .in = {z, up}, .out = {out}};
   return walk(&p, gate_step, l, NULL);
 }
 
-int gate_gradient(const kernel *k, const void *dy, const void *z, const void *up, void *dz, void *dup,
-                  const int64_t *gaps, const layout *l) {
-  pass p = {.k = k, .in = {dy, z, up}, .out = {dz, dup}, .gaps = gaps};
+int gate_gradient(const kernel *k, const void *dy, void *z, void *up, const layout *l) {
+  pass p = {.k = k, .in = {dy, z, up}, .out = {z, up}};
   return walk(&p, gate_gradient_step, l, NULL);
 }

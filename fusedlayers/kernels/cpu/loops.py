@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...derivative.features import Fold
 from ...utils.caching import in_clean_state
-from ...utils.layout import Layout, is_dense
+from ...utils.layout import Layout
 from . import build
 
 if TYPE_CHECKING:
@@ -164,54 +164,21 @@ def encode(kernel: Kernel, z: Tensor, y: Tensor, out: Tensor) -> Tensor:
 
 def gradient(kernel: Kernel, dy: Tensor, saved: Tensor, dz: Tensor, db: Tensor | None, along: Layout | None) -> Tensor:
     """``dz = dy * f'`` in dz, which may be ``saved``, and its sums along the channels in db."""
-    call(
-        "gradient",
-        kernel,
-        dz,
-        along,
-        dy.data_ptr(),
-        saved.data_ptr(),
-        dz.data_ptr(),
-        None if db is None else db.data_ptr(),
-    )
+    sums = None if db is None else db.data_ptr()
+    call("gradient", kernel, dz, along, dy.data_ptr(), saved.data_ptr(), dz.data_ptr(), sums)
     return dz
 
 
 def gate(kernel: Kernel, z: Tensor, up: Tensor, out: Tensor) -> Tensor:
-    """The activation of z times ``up``, in ``out``, which may be either. All are laid out alike, or in rows with gaps
-    between them."""
-    along, gaps = _rows_of(z, up, None, out)
-    call("gate", kernel, out, along, z.data_ptr(), up.data_ptr(), out.data_ptr(), gaps)
+    """The activation of z times ``up``, in ``out``, which may be either."""
+    call("gate", kernel, out, None, z.data_ptr(), up.data_ptr(), out.data_ptr())
     return out
 
 
-def gate_gradient(kernel: Kernel, dy: Tensor, z: Tensor, up: Tensor, dz: Tensor, dup: Tensor) -> None:
-    """The gradients of z and ``up`` in dz and dup, which may be these. All are laid out alike, or in rows with gaps
-    between them."""
-    tensors = dy, z, up, dz, dup
-    along, gaps = _rows_of(*tensors)
-    call("gate_gradient", kernel, dz, along, *(t.data_ptr() for t in tensors), gaps)
-    torch.autograd.graph.increment_version(dup)
-
-
-def has_rows(tensor: Tensor) -> bool:
-    """Whether it consists of rows without gaps, all of them equally far apart."""
-    shape, strides = tensor.shape, tensor.stride()
-    if not shape or strides[-1] != 1:
-        return False
-    within = range(len(shape) - 2)
-    return all(strides[i] == shape[i + 1] * strides[i + 1] for i in within)
-
-
-def _rows_of(*tensors: Tensor | None) -> tuple[Layout | None, Any]:
-    """How up to three arguments and two results are walked: row by row, with the bytes between the rows of each; None
-    and None where all are laid out alike."""
-    first, *others = (tensor for tensor in tensors if tensor is not None)
-    strides = first.stride()
-    if all(other.stride() == strides for other in others) and is_dense(first):
-        return None, None
-    gaps = (0 if t is None or t.dim() < 2 else (t.stride(-2) - t.shape[-1]) * t.itemsize for t in tensors)
-    return Layout(1, first.numel() // first.shape[-1], first.shape[-1]), (c_int64 * 5)(*gaps)
+def gate_gradient(kernel: Kernel, dy: Tensor, z: Tensor, up: Tensor) -> None:
+    """The gradients of z and ``up``, in these."""
+    call("gate_gradient", kernel, z, None, dy.data_ptr(), z.data_ptr(), up.data_ptr())
+    torch.autograd.graph.increment_version(up)
 
 
 def call(name: str, kernel: Kernel, tensor: Tensor, along: Layout | None, *addresses: Any) -> None:
@@ -263,7 +230,7 @@ def functions() -> dict[str, Any]:
     """The functions of ``loops.c``, by name."""
     library = build.shared_object()
     assert library is not None
-    pointers = {"forward": 6, "encode_outputs": 5, "gradient": 6, "gate": 6, "gate_gradient": 8}
+    pointers = {"forward": 6, "encode_outputs": 5, "gradient": 6, "gate": 5, "gate_gradient": 5}
     found = {}
     for name, count in pointers.items():
         function = getattr(library, name)

@@ -1,11 +1,11 @@
 """Large tensors, walked in chunks, so that the temporaries of a function of several operations stay small."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from ...utils.layout import Layout, is_dense
+from ...utils.layout import Layout
 
 #: A chunk is this part of the tensor, so that a few temporaries are well below one hidden-sized buffer, within limits:
 #: with fewer elements a call takes longer than what it computes, with more the temporaries do not fit a core's cache.
@@ -13,8 +13,6 @@ PARTS = 16
 LEAST, MOST = 1 << 15, 1 << 18
 #: The elements of a block for each thread; with fewer torch would use fewer threads.
 PER_THREAD = 1 << 17
-#: The elements of rows that are copied at once.
-ROWS = 1 << 16
 #: Chunks are multiples of this. Vectorised and scalar code round differently, and what is left over for the latter is
 #: then the same however the tensor was cut up.
 VECTOR = 64
@@ -27,26 +25,6 @@ def for_each(function: Callable[..., object], *tensors: Tensor) -> None:
     size = max(LEAST, min(MOST, count // PARTS)) // VECTOR * VECTOR
     for start in range(0, count, size):
         function(*(tensor[start : start + size] for tensor in flat))
-
-
-def by_rows(function: Callable[..., object], tensors: Sequence[Tensor], results: Sequence[Tensor]) -> None:
-    """Call ``function`` with tensors that are laid out alike: with these if they are, else with contiguous copies of
-    their rows, on a CPU a few at a time. ``results`` are written to; none of them is among ``tensors`` then."""
-    strides = tensors[0].stride()
-    if all(t.stride() == strides for t in (*tensors, *results)) and is_dense(tensors[0]):
-        function(*tensors, *results)
-        return
-    rows = [t.flatten(0, -2) if t.dim() > 1 else t.unsqueeze(0) for t in tensors]
-    columns = tensors[0].shape[-1]
-    step = max(1, ROWS // max(1, columns)) if tensors[0].is_cpu else tensors[0].numel()
-    of_results = [t.view(-1, columns) if t.dim() > 1 else t.unsqueeze(0) for t in results]
-    for start in range(0, rows[0].shape[0], max(1, step)):
-        written = [t[start : start + step] for t in of_results]
-        made = [t if t.is_contiguous() else torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in written]
-        function(*(t[start : start + step].contiguous() for t in rows), *made)
-        for t, own in zip(written, made, strict=True):
-            if own is not t:
-                t.copy_(own)
 
 
 def blocks(layout: Layout) -> Iterator[tuple[slice, slice, slice]]:

@@ -5,7 +5,7 @@ and activations that read other tensors, run as a program of their trace (``trac
 activation's function, or its derivative, in float32 or wider, chunk by chunk (``chunks.py``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from ...activations import Activation, upcast
 from ...utils.layout import along, is_dense, laid_out_as, sum_along
 from ..interface import GradientRequest
 from . import traced
-from .chunks import by_rows, for_each
+from .chunks import for_each
 
 
 def bias_act(
@@ -120,46 +120,35 @@ def _is_by_trace(activation: Activation) -> bool:
 
 
 def gate(z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], out: Tensor | None) -> Tensor:
-    """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer; with operands contiguous."""
+    """``activation(z, *operands) * up``, in ``out`` (which may be z) or in a new buffer."""
     out = torch.empty_like(z) if out is None else out
 
     def multiply(z: Tensor, up: Tensor, out: Tensor) -> None:
         torch.mul(_activated(z, activation, operands), up, out=out)
 
-    if operands:  # which run along channels, and a chunk has none
-        multiply(z, up, out)
-    else:
-        by_rows(lambda *tensors: for_each(multiply, *tensors), (z, up), (out,))
+    _by_chunks(multiply, operands, z, up, out)
     return out
 
 
 def gate_gradient(
-    dy: Tensor,
-    z: Tensor,
-    up: Tensor,
-    activation: Activation,
-    operands: Sequence[Tensor],
-    needs: tuple[bool, ...],
-    out: tuple[Tensor, Tensor] | None = None,
+    dy: Tensor, z: Tensor, up: Tensor, activation: Activation, operands: Sequence[Tensor], needs: tuple[bool, ...]
 ) -> list[Tensor | None]:
-    """Write the gradients of z and up into ``out``, or else over these and over dy; return those of the operands, with
-    which all are contiguous."""
+    """Write the gradients of z and up over these, and over dy; return those of the operands."""
     request = GradientRequest("input", True, False, needs)
     shares: list[Tensor | None] = []
 
-    def differentiate(dy: Tensor, z: Tensor, up: Tensor, dz: Tensor, dup: Tensor) -> None:
+    def differentiate(dy: Tensor, z: Tensor, up: Tensor) -> None:
         of_up = _activated(z, activation, operands).mul_(dy)
-        of_activated = dy * up if out is not None else dy.mul_(up)
-        dup.copy_(of_up)
-        if out is not None:
-            dz.copy_(z)
-        shares[:] = gradient(of_activated, dz, activation, operands, request, dim=-1)[2:]
+        shares[:] = gradient(dy.mul_(up), z, activation, operands, request, dim=-1)[2:]
+        up.copy_(of_up)
 
-    if operands:
-        differentiate(dy, z, up, *(out or (z, up)))
-    else:
-        by_rows(lambda *tensors: for_each(differentiate, *tensors), (dy, z, up), out or (z, up))
+    _by_chunks(differentiate, operands, dy, z, up)
     return shares
+
+
+def _by_chunks(function: Callable[..., None], operands: Sequence[Tensor], *tensors: Tensor) -> None:
+    """Call a function with chunks of tensors; with all at once if there are operands, for a chunk has no channels."""
+    function(*tensors) if operands else for_each(function, *tensors)
 
 
 def _activated(z: Tensor, activation: Activation, operands: Sequence[Tensor] = ()) -> Tensor:
