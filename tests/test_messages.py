@@ -288,7 +288,7 @@ CALLS: list[tuple[Callable[[], Any], type[Exception], str]] = [
      "^FusedConvAct2d: kernel_size must be an int, or one for each dimension, got 'relu'"),
     (lambda: fl.FusedDenseAct(-1, 64), ValueError, "^FusedDenseAct: in_features must not be negative, got -1$"),
     (lambda: fl.FusedDenseAct(3, 4, False), TypeError,
-     "^FusedDenseAct: activation must be a name, .* or None, got bool: False; other arguments, such as bias, are keywords"),
+     "^FusedDenseAct: activation must be a name, .* or None, got bool: False; other arguments, such as bias, are"),
     (lambda: fl.bias_act(LEAF, inplace=True), RuntimeError,
      "^bias_act: inplace=True on a leaf that requires grad; use inplace=False or detach the input"),
     (lambda: fl.bias_act(LEAF[3:], inplace=True), RuntimeError, "^bias_act: inplace=True on a view of a leaf that"),
