@@ -55,8 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(*table(outcomes), LEGEND, sep="\n")
     except torch.OutOfMemoryError:
         arguments.error(f"ran out of memory on {settings.device}; try a smaller --batch than {settings.batch}")
-    except OSError as error:  # there is no corpus to read
-        arguments.error(str(error))
     return 0
 
 

@@ -30,11 +30,7 @@ from .save_once import works_here
 
 
 def fuse(
-    model: nn.Module,
-    inputs: Any = None,
-    *more: Any,
-    time: bool = False,
-    progress: bool | OnStage = False,
+    model: nn.Module, inputs: Any = None, *more: Any, time: bool = False, progress: bool | OnStage = False
 ) -> FuseReport:
     """Save every value of a model once, in place: backward replays from other saved tensors what one operation makes.
 

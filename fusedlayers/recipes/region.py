@@ -21,15 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from .._torch import (
-    FLAT_PARAMETER,
-    RAW_SAVED,
-    AccumulateGrad,
-    lacks,
-    number_of,
-    results_of,
-    sequence_number,
-)
+from .._torch import FLAT_PARAMETER, RAW_SAVED, AccumulateGrad, lacks, number_of, results_of, sequence_number
 from ..calls.validation import PLAIN_TYPES
 from ..ops.saved_buffers import is_under_checkpoint
 from ..utils.module_state import modules_in
