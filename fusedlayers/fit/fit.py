@@ -109,7 +109,8 @@ def fit(
         memory_budget_bytes: how much there may be: bytes, or a size such as "8GiB".
         fraction: the same as a part of what the model takes as it is. One of the two must be given.
         of: what counts: "saved", what the forward pass saves for the backward pass; or "peak", the most that a step
-            has allocated at once, without parameters, their gradients and the states of an optimizer.
+            has allocated at once, without parameters, their gradients and the states of an optimizer. For the latter
+            blocks that are recomputed save each value once too; else they run as PyTorch runs them, which is faster.
         loss: of the model's result, a scalar. By default the sum of the means of all tensors that require grad.
         plan_only: whether to change nothing.
         progress: True writes how far it has come and the time left on stderr, every 10 seconds. A function is told each
