@@ -71,7 +71,7 @@ class Recipe:
     def compile(self, target: str) -> Any:
         """What Triton compiles it to for one of ``TARGETS``."""
         names = self.function.arg_names
-        divisible = [i for i, name in enumerate(names) if name not in (*self.constants, "count", "rows", "steps")]
+        divisible = [i for i, name in enumerate(names) if name not in (*self.constants, "rows", "steps")]
         source = ASTSource(
             self.function,
             signature={name: self._type(name) for name in names},

@@ -28,7 +28,7 @@ from .tiles import OPTIONS, index_of
 _launches: BoundedCache[Launch] = BoundedCache(1024)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def gate_kernel(z_ptr, up_ptr, y_ptr, count, FORWARD: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr):
     """y = f(z) up, tile by tile; y_ptr may be z_ptr."""
     place = tl.program_id(0).to(INDEX) * COLUMNS + tl.arange(0, COLUMNS)
@@ -39,7 +39,7 @@ def gate_kernel(z_ptr, up_ptr, y_ptr, count, FORWARD: tl.constexpr, COLUMNS: tl.
     tl.store(y_ptr + place, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def gate_gradient_kernel(
     dy_ptr,
     z_ptr,
