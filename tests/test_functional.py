@@ -109,35 +109,19 @@ def _smooth_arguments(dense: bool) -> list[Tensor]:
             return arguments
 
 
-def _function(dense: bool, activation: Activation, save: str) -> Call:
-    function = fl.dense_bias_act if dense else fl.bias_act
-    return lambda *tensors: function(*tensors, activation, save=save)
-
-
-def _eager(dense: bool, activation: Activation) -> Call:
-    function = reference.dense_bias_act if dense else reference.bias_act
-    return lambda *tensors: function(*tensors, activation.function)
-
-
-ORDERS = [pytest.param(a, save, id=f"{a}-{save}") for a in TABLE for save in ("auto", *SAVES)]
-
-
-# Each in one of both functions, so that neighbours of one activation and of one ``save`` are in another.
-BY_TURNS = [(i + i // 4) % 2 == 0 for i in range(len(ORDERS))]
-
-
 @pytest.mark.usefixtures("no_small_route")
 @pytest.mark.parametrize(
     ("activation", "save", "dense"),
-    [
-        pytest.param(*found.values, dense, id=f"{found.id}-{dense}")
-        for found, dense in zip(ORDERS, BY_TURNS, strict=True)
-    ],
+    # Each in one of both functions, so that neighbours of one activation and of one ``save`` are in another.
+    [(a, save, (i + j) % 2 == 0) for i, a in enumerate(TABLE) for j, save in enumerate(("auto", *SAVES))],
+    ids=str,
 )
 def test_first_and_second_derivatives(activation: Activation, save: str, dense: bool) -> None:
     arguments = [a.clone().requires_grad_() for a in _smooth_arguments(dense)]
-    calls = _function(dense, activation, save), _eager(dense, activation)
-    reference.check_orders(*calls, arguments, reference.added(activation, save))
+    function, eager = (fl.dense_bias_act, reference.dense_bias_act) if dense else (fl.bias_act, reference.bias_act)
+    ours: Call = lambda *tensors: function(*tensors, activation, save=save)
+    plain: Call = lambda *tensors: eager(*tensors, activation.function)
+    reference.check_orders(ours, plain, arguments, reference.added(activation, save))
 
 
 # --- shapes and memory formats ----------------------------------------------------------------------------------------
@@ -281,15 +265,10 @@ def test_in_place_on_a_view_writes_the_view_only(
     assert fl.bias_act(z, None, name, inplace=True, save=save) is z
     torch.testing.assert_close(base.detach(), expected)
     if grad:
-        eager = leaf * 1
-        eager = torch.where(view_mask(eager, view), resolve(name).plain(eager), eager)
+        eager, mask = leaf * 1, torch.zeros_like(leaf, dtype=torch.bool)
+        view(mask).fill_(True)
+        eager = torch.where(mask, resolve(name).plain(eager), eager)
         assert_near(*(gradients(t, torch.ones_like(t), leaf) for t in (base, eager)))
-
-
-def view_mask(base: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor:
-    mask = torch.zeros_like(base, dtype=torch.bool)
-    view(mask).fill_(True)
-    return mask
 
 
 @pytest.mark.parametrize("name", ["gelu", "tanh", "softsign"])

@@ -164,17 +164,10 @@ def test_modules_that_were_changed_are_called(kind: type[nn.Module], change: Cal
     assert len(calls) == 2
 
 
-class _Sevenfold(nn.GELU):
-    def forward(self, input: Tensor) -> Tensor:
-        return 7 * input
+SEVENFOLD = [type("Sevenfold", (base,), {"forward": lambda self, z: 7 * z})() for base in (nn.GELU, fl.GELU)]
 
 
-class _SevenfoldDropIn(fl.GELU):
-    def forward(self, input: Tensor) -> Tensor:
-        return 7 * input
-
-
-@pytest.mark.parametrize("module", [_Sevenfold(), _SevenfoldDropIn(), nn.PReLU(), nn.Softmax(-1)], ids=str)
+@pytest.mark.parametrize("module", [*SEVENFOLD, nn.PReLU(), nn.Softmax(-1)], ids=str)
 def test_modules_that_compute_something_else_stay_themselves(module: nn.Module) -> None:
     assert resolve(module).needs_tracing
     z = torch.randn(4, 5)

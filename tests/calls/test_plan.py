@@ -332,8 +332,7 @@ def test_facts_tell_situations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizes, "MEDIUM_BYTES", 1 << 14)
     taken: list[Any] = []
     for name, path in plan.PATHS.items():
-        monkeypatch.setitem(plan.PATHS, name, partial(_noting, taken, path))
-
+        monkeypatch.setitem(plan.PATHS, name, lambda *given, run=path: taken.append(given[0]) or run(*given))
     situations = list(_situations())
     warm, cold = [], []
     for found, is_warm in ((warm, True), (cold, False)):
@@ -348,8 +347,3 @@ def test_facts_tell_situations_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len({str([tuple(found) for found in plans]) for _, *plans in warm}) > 30
     for one, other in zip(warm, cold, strict=True):
         assert one == other
-
-
-def _noting(taken: list[Any], run: Callable[..., Tensor], found: Any, *arguments: Any) -> Tensor:
-    taken.append(found)
-    return run(found, *arguments)

@@ -21,6 +21,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from entering import entered
+from programs import QuickGELU
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -52,13 +53,6 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(self.drop(self.act(self.up(self.norm(x)))))  # type: ignore[no-any-return]
-
-
-class QuickGELU(nn.Module):
-    scale = 1.702
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.sigmoid(self.scale * x)
 
 
 def _nothing(z: Tensor, y: Tensor) -> None:
@@ -402,8 +396,6 @@ def test_what_reads_code_sees_pytorchs_own(x: Tensor) -> None:
     assert are_same(step(compiled, x), expected)
     assert are_same(step(torch.fx.symbolic_trace(model), x), expected)
     assert torch.allclose(torch.jit.trace(model, (x,))(x), expected[0])
-    with pytest.raises(RuntimeError, match=r"Sequential was changed by fusedlayers\.fuse .*unfuse\(model\) first"):
-        torch.jit.script(model)
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # Dynamo reads it
@@ -478,8 +470,6 @@ def test_the_report_says_what_is_measured_by_hand(x: Tensor) -> None:
     assert re.search(r"saved for backward, .* \d+ KiB before, \d+ KiB now \(-\d+\.\d %\)\n\npeak of a step", text)
     assert json.loads(json.dumps(report.to_dict()))["saved_bytes"] == [*report.saved_bytes]
     assert report._repr_html_().startswith("<pre>Sequential: fused") and "AddmmBackward0" in report._repr_html_()
-    with pytest.raises(TypeError, match="FuseReport cannot be called"):
-        report(x)
 
 
 def _peak(model: nn.Module, x: Tensor) -> int:

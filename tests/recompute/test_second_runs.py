@@ -11,6 +11,7 @@ import inverting
 import processes
 import pytest
 import torch
+from recomputing import same
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -39,18 +40,13 @@ def grads(loss: Tensor, *wanted: Any) -> list[Tensor]:
     )
 
 
-def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 def twice(make: Callable[[Container], list[Tensor]], container: Container) -> None:
     """The container does what ``nn.Sequential`` does."""
     results = []
     for kind in (nn.Sequential, container):
         torch.manual_seed(0)
         results.append(make(kind))
-    assert_equal(results[1], results[0])
+    same(results[1], results[0])
 
 
 def test_parameters_that_are_frozen_or_thawed_meanwhile(container: Container) -> None:

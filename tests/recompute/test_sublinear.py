@@ -16,6 +16,7 @@ import pytest
 import torch
 from recomputing import Counting, block, blocks, every_mode, images, outcome, rows, same, twins
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations, spectral_norm
 
 import fusedlayers as fl
 from fusedlayers.memory import saved_bytes
@@ -253,14 +254,6 @@ class Tied(nn.Module):
         return (x * self.read.sum()).sin()
 
 
-def _old_spectral_norm() -> nn.Module:
-    return torch.nn.utils.spectral_norm(nn.Linear(8, 8))
-
-
-def _spectral_norm() -> nn.Module:
-    return torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
-
-
 NETS: dict[str, Callable[[], list[nn.Module]]] = {
     "batch norm": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())],
     "instance norm": lambda: [
@@ -268,8 +261,10 @@ NETS: dict[str, Callable[[], list[nn.Module]]] = {
         for _ in range(4)
     ],
     "dropout": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), nn.Dropout(0.5))],
-    "spectral norm": lambda: [m for _ in range(4) for m in (_spectral_norm(), nn.Tanh())],
-    "old spectral norm": lambda: [m for _ in range(4) for m in (_old_spectral_norm(), nn.Tanh())],
+    "spectral norm": lambda: [
+        m for _ in range(4) for m in (parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh())
+    ],
+    "old spectral norm": lambda: [m for _ in range(4) for m in (spectral_norm(nn.Linear(8, 8)), nn.Tanh())],
     "reads its statistics": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), ReadsWhatItWrites(8))],
     "counts": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), Counting())],
     "tied buffers": lambda: [m for _ in range(4) for m in (nn.Linear(8, 8), Tied())],
@@ -353,12 +348,7 @@ FUNCTIONS: dict[str, Callable[[Any], Callable[[Tensor], Tensor]]] = {
     "callable object": _Holder,
     "partial": lambda net: functools.partial(lambda net, x: net(x), net),
     "global": lambda net: _by_global,
-    "argument": lambda net: functools.partial(_called, net),
 }
-
-
-def _called(net: nn.Module, x: Tensor) -> Tensor:
-    return net(x)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kind", FUNCTIONS)

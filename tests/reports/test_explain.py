@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from reference import derivative
+from subjects import hooked
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -36,12 +37,6 @@ class Snake(nn.Module):
         return x + (self.alpha + 1e-9).reciprocal() * torch.sin(self.alpha * x).pow(2)
 
 
-def with_hook() -> nn.Module:
-    module = nn.GELU()
-    module.register_forward_hook(lambda *_: None)
-    return module
-
-
 @pytest.mark.parametrize(
     ("activation", "kind", "reason"),
     [
@@ -55,7 +50,7 @@ def with_hook() -> nn.Module:
         (nn.Softmax(-1), "fallback", "softmax is not pointwise"),
         (nn.GLU(), "fallback", "glu is not pointwise"),
         (nn.Dropout(), "fallback", "it is random"),
-        (with_hook(), "fallback", "it has hooks"),
+        (hooked(nn.GELU()), "fallback", "it has hooks"),
         (lambda z: z if z.sum() > 0 else -z, "fallback", "depends on the values of a tensor"),
         (lambda z: z.no_such_method(), "fallback", "no_such_method"),
     ],

@@ -28,11 +28,6 @@ class Published:
     def __str__(self) -> str:
         return self.name
 
-    def with_initial_values(self) -> Callable[[Tensor], Tensor]:
-        """The function with its parameters as they start."""
-        values = [value for _, value in self.trainable]
-        return (lambda z: self.function(z, *values)) if values else self.function
-
     def with_tensors(self, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensor], Tensor]:
         """The function with tensors of this shape to be trained, as they start."""
         function = self.function

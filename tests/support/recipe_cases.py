@@ -253,21 +253,11 @@ def _in_dtype(dtype: torch.dtype) -> Context:
     return lambda model, x, enter: plain(model.to(dtype), x.to(dtype), enter)
 
 
-def _autocast(dtype: torch.dtype) -> Context:
+def _under(context: Callable[[], AbstractContextManager[Any]]) -> Context:
     def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
-        with torch.autocast("cpu", dtype), enter(model):
+        with context(), enter(model):
             y = model(x)
         y.float().square().mean().backward()
-        return [y]
-
-    return train
-
-
-def _under(hooks: Callable[[], AbstractContextManager[Any]]) -> Context:
-    def train(model: nn.Module, x: Tensor, enter: Enter) -> list[Tensor]:
-        with hooks(), enter(model):
-            y = model(x)
-        y.square().mean().backward()
         return [y]
 
     return train
@@ -386,8 +376,8 @@ CONTEXTS: dict[str, Context] = {
     "plain": plain,
     "bfloat16": _in_dtype(torch.bfloat16),
     "float16": _in_dtype(torch.float16),
-    "autocast": _autocast(torch.bfloat16),
-    "autocast to float16": _autocast(torch.float16),
+    "autocast": _under(lambda: torch.autocast("cpu", torch.bfloat16)),
+    "autocast to float16": _under(lambda: torch.autocast("cpu", torch.float16)),
     "hooks that copy": _under(_copying),
     "hooks that change layouts": _under(lambda: saved_tensors_hooks(lambda t: t.contiguous(), lambda t: t)),
     "save_on_cpu": _under(save_on_cpu),

@@ -88,8 +88,11 @@ def steps(a: Tensor, b: Tensor) -> Tensor:
     return (_ordinal(a) - _ordinal(b)).abs()
 
 
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 def _ordinal(tensor: Tensor) -> Tensor:
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    integer = _INTEGERS[tensor.dtype.itemsize]
     bits = tensor.view(integer).to(torch.int64)
     return torch.where(bits < 0, torch.iinfo(integer).min - bits, bits)
 
@@ -154,6 +157,12 @@ def are_equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype is not b.dtype:
         return False
     return torch.equal(a, b) or (torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num()))
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same numbers, zeros with their signs; one NaN is as good as another."""
+    pair = (torch.where(t.isnan(), torch.nan, t).contiguous().view(_INTEGERS[t.dtype.itemsize]) for t in (a, b))
+    return a.dtype is b.dtype and torch.equal(*pair)
 
 
 def label(value: object) -> str:

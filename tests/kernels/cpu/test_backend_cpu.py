@@ -100,16 +100,12 @@ def test_a_short_call_decides_little(name: str, dtype: torch.dtype) -> None:
     y = cpu.bias_act(z, b, activation, dim=-1, encode=True, out=None)
     calls = (
         lambda: cpu.bias_act(z, b, activation, dim=-1, encode=True, out=z),
-        lambda: _gradient_of_output(z, y, activation),
+        lambda: _gradient(z, y, activation, "output", bias_dim=-1),
     )
     for call, most in zip(calls, MOST_FUNCTIONS[name], strict=True):
         call()
         names = entered(call)
         assert 1 <= len(names) <= most, names
-
-
-def _gradient_of_output(dy: Tensor, y: Tensor, activation: Activation) -> object:
-    return cpu.gradient(dy, y, activation, (), GradientRequest("output", False, True), dim=-1)
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -143,10 +139,6 @@ def test_tables_hold_the_derivative(activation: Activation, dtype: torch.dtype, 
 # --- folded activations in float32 ------------------------------------------------------------------------------------
 
 
-def _slope(activation: Activation, y: Tensor) -> Tensor:
-    return _gradient(torch.ones_like(y), y, activation, "output")[0]
-
-
 @every_folded
 def test_the_forward_pass_sets_the_bits_that_encode_sets(activation: Activation) -> None:
     z = _inputs()
@@ -170,7 +162,7 @@ def test_outputs_below_the_minimum_have_a_small_derivative(activation: Activatio
     assert activation.fold is not None
     y = torch.full((9,), activation.fold.extremum)
     y = y.view(torch.int32).add(torch.arange(-4, 5).int()).view(torch.float32)
-    slope = _slope(activation, y)
+    slope, _ = _gradient(torch.ones_like(y), y, activation, "output")
     assert bool(slope.isfinite().all()) and float(slope.abs().max()) < 4e-4
     left = branch_bit.decode(y, torch.float32)
     assert bool((slope[left] < 0).all()) and bool((slope[~left] > 0).all())

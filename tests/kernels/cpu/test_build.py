@@ -30,9 +30,9 @@ from fusedlayers.kernels.cpu import build, elementwise, loops
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="the stand-ins for compilers are shell scripts")
 
 
-def _forget() -> None:
-    """Everything that depends on the library."""
-    for module in (build, loops, elementwise):
+def _forget(*modules: Any) -> None:
+    """Everything that depends on the library, or what these modules have of that, and plans."""
+    for module in modules or (build, loops, elementwise):
         for cached in vars(module).values():
             if hasattr(cached, "cache_clear"):
                 cached.cache_clear()
@@ -164,7 +164,7 @@ def test_without_the_loops_torch_computes_and_plans_say_why(
         warnings.simplefilter("always")
         for _ in range(2):
             _check_layers(reason)
-            _forget_plans()
+            _forget(elementwise)  # so that the next call asks again for the library
     assert [w.category for w in caught] == [RuntimeWarning] * (warned is not None)
     if warned is not None:
         message = str(caught[0].message)
@@ -173,13 +173,6 @@ def test_without_the_loops_torch_computes_and_plans_say_why(
         assert all(folder.is_file() for folder in _folders(fresh))
     elif how != "it writes garbage":  # which stays, and is built again by the next process
         assert all(_files(folder) == [] for folder in _folders(fresh))
-
-
-def _forget_plans() -> None:
-    """And kernels, so that the next call asks again for the library."""
-    for cached in (elementwise.forward_kernel, elementwise.gradient_kernel, elementwise.gate_kernel):
-        cached.cache_clear()
-    plan._plans.clear()
 
 
 def _check_layers(reason: str) -> None:

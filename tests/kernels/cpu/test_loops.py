@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import LAYOUTS
-from reference import all_values
+from reference import all_values, same_bits
 from settings import ROOT
 from torch import Tensor
 
@@ -42,13 +42,6 @@ def with_threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same numbers, zeros with their signs; one NaN is as good as another."""
-    integer = {2: torch.int16, 4: torch.int32}[a.dtype.itemsize]
-    pair = (torch.where(t.isnan(), torch.nan, t).contiguous().view(integer) for t in (a, b))
-    return a.dtype is b.dtype and torch.equal(*pair)
 
 
 # --- what the compiler made -------------------------------------------------------------------------------------------
@@ -129,7 +122,7 @@ every_half = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], i
 def test_every_16_bit_number_is_widened_as_torch_does(conversions: ctypes.CDLL, dtype: torch.dtype) -> None:
     halves = all_values(dtype)
     found = _convert(conversions, "widen_all", dtype, halves, torch.full((1 << 16,), 7.0))
-    assert _same_bits(found, halves.float())
+    assert same_bits(found, halves.float())
 
 
 @every_half
@@ -146,7 +139,7 @@ def test_numbers_are_narrowed_as_torch_does(conversions: ctypes.CDLL, dtype: tor
     x = torch.cat([all_values(dtype).float(), ties, limits, -limits, bits, torch.randn(1 << 18)])
     x = F.pad(x, (0, -len(x) % loops.BLOCK))
     found = _convert(conversions, "narrow_all", dtype, x, torch.zeros(len(x), dtype=dtype))
-    assert _same_bits(found, x.to(dtype))
+    assert same_bits(found, x.to(dtype))
 
 
 # --- the same bits ----------------------------------------------------------------------------------------------------
@@ -174,32 +167,18 @@ def _gradient(dy: Tensor, y: Tensor, activation: Activation, bias_dim: int | Non
     return dz, db  # type: ignore[return-value]
 
 
-@functools.cache
-def _traced(function: Any, dtype: torch.dtype) -> Activation:
-    found = with_operands(resolve(function), (32, 512), dtype)
-    return found.activation
-
-
-def _users(z: Tensor) -> Tensor:
-    return z * torch.sigmoid(2 * z)
-
-
-def _users_monotone(z: Tensor) -> Tensor:
-    return z + torch.tanh(z) / 2
-
-
 #: Each is another path through the loops: functions with and without the bit, functions that torch computes and one
 #: pass marks, and derivatives by both kinds of tables.
 ACTIVATIONS: dict[str, Any] = {
     **{name: name for name in ("gelu", "quick_gelu", "mish", "hardswish")},
-    "users": _users,
-    "users_monotone": _users_monotone,
+    "users": lambda z: z * torch.sigmoid(2 * z),
+    "users_monotone": lambda z: z + torch.tanh(z) / 2,
 }
 
 
+@functools.cache
 def _activation(name: str, dtype: torch.dtype) -> Activation:
-    function = ACTIVATIONS[name]
-    return resolve(function) if isinstance(function, str) else _traced(function, dtype)
+    return with_operands(resolve(ACTIVATIONS[name]), (32, 512), dtype).activation
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
@@ -214,14 +193,14 @@ def test_an_element_has_the_same_bits_wherever_it_stands(name: str) -> None:
         dz = _gradient(dy, y, activation)[0]
         for length, start in enumerate(torch.randint(LONGEST, (LONGEST,)).tolist(), 1):
             part = slice(start, start + length)
-            assert _same_bits(_gradient(dy[part], y[part], activation)[0], dz[part]), (dtype, length, start)
+            assert same_bits(_gradient(dy[part], y[part], activation)[0], dz[part]), (dtype, length, start)
             if not is_loops:
                 continue
-            assert _same_bits(_forward(z[part], activation), y[part]), (dtype, length, start)
+            assert same_bits(_forward(z[part], activation), y[part]), (dtype, length, start)
             if length % 16 == 1:  # over itself, and between neighbours that stay what they are
                 over = z.clone()
                 _forward(over[part], activation, out=over[part])
-                assert _same_bits(over, torch.cat([z[:start], y[part], z[part.stop :]])), (dtype, length, start)
+                assert same_bits(over, torch.cat([z[:start], y[part], z[part.stop :]])), (dtype, length, start)
 
 
 @every_dtype
@@ -245,7 +224,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads(
             results.append((y, *_gradient(dy, y, activation, dim)))
         for others in results[1:]:
             for one, other in zip(results[0], others, strict=True):
-                assert _same_bits(one, other), (shape, threads)
+                assert same_bits(one, other), (shape, threads)
 
 
 CHANNELS = [1, 3, 10, 255, 256, 257, 1000, 2049, 4500]
@@ -268,10 +247,10 @@ def test_a_bias_and_its_gradient_along_any_number_of_channels(channels: int) -> 
         unit = 2.0**-20 if dtype is torch.float32 else torch.finfo(dtype).eps
         for count in counts:
             rows = slice(count)
-            assert _same_bits(_forward(z[rows], activation, b), y[rows])
-            assert _same_bits(_forward(z[rows], activation, b, residual=residual[rows]), both[rows])
+            assert same_bits(_forward(z[rows], activation, b), y[rows])
+            assert same_bits(_forward(z[rows], activation, b, residual=residual[rows]), both[rows])
             found, db = _gradient(dy[rows], y[rows], activation, 1)
-            assert _same_bits(found, dz[rows]) and db.shape == b.shape and db.dtype is dtype
+            assert same_bits(found, dz[rows]) and db.shape == b.shape and db.dtype is dtype
             terms = dz[rows].double() if dtype is torch.float32 else dy[rows].double() * slope[rows]
             error = (db.double() - terms.sum(0)).abs()
             assert bool((error <= unit * terms.abs().sum(0) + 1e-7).all()), (dtype, count)
@@ -321,7 +300,7 @@ def _check_layout(z: Tensor, b: Tensor | None, residual: Tensor | None, dim: int
     dy = torch.randn(z.shape).to(z.dtype)
     dz, db = _gradient(dy, y, activation, None if b is None else dim)
     assert dz.shape == z.shape and dz.stride() == y.stride() and (db is None) == (b is None)
-    assert _same_bits(dz, _gradient(dy.contiguous(), y.contiguous(), activation)[0])
+    assert same_bits(dz, _gradient(dy.contiguous(), y.contiguous(), activation)[0])
     if b is not None:
         others = [i for i in range(z.dim()) if i != dim]
         total, sizes = (t.sum(others) if others else t for t in (dz.double(), dz.double().abs()))

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from layouts import LAYOUTS
+from reference import same_bits
 from torch import Tensor
 
 from fusedlayers import kernels
@@ -37,14 +38,6 @@ def _program(function: Function, inputs: int, blocks: int, dtype: torch.dtype) -
 def _pairs(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     edges = torch.tensor(EDGES, dtype=dtype)
     return edges.repeat_interleave(len(EDGES)).clone(), edges.repeat(len(EDGES))
-
-
-def _assert_same_bits(ours: Tensor, theirs: Tensor) -> None:
-    assert ours.dtype is theirs.dtype and ours.shape == theirs.shape
-    assert torch.equal(ours.isnan(), theirs.isnan())
-    there = ~ours.isnan()
-    integer = {4: torch.int32, 8: torch.int64}[ours.dtype.itemsize]
-    assert torch.equal(ours[there].view(integer), theirs[there].view(integer))
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
@@ -99,9 +92,9 @@ def test_choices_are_torchs_to_the_bit(name: str, dtype: torch.dtype) -> None:
         expected = function(x, y, number)
         given = [x.clone(), y.clone()]
         (ours,) = made([*given, number], defaultdict(list))
-        _assert_same_bits(ours.expand_as(expected).clone(), expected)
+        assert same_bits(ours.expand_as(expected).clone(), expected)
         for after, before in zip(given, (x, y), strict=True):  # an operation may write over a buffer, not over these
-            _assert_same_bits(after, before)
+            assert same_bits(after, before)
 
 
 # --- arithmetic -------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,11 +38,6 @@ BROUGHT = covering(
 Reports = list[dict[str, Any]]
 
 
-def compile_all(*runs: Iterable[str]) -> Reports:
-    """What ``aot.py`` reports for each list of arguments."""
-    return [report for run in runs for report in compiled(*run)]
-
-
 def compiled(*arguments: str) -> Reports:
     """What ``aot.py`` reports, in the one process that serves all tests of this one: starting takes longer than most
     of what they ask for. Another takes its place when it dies."""
@@ -63,7 +58,11 @@ def compiled(*arguments: str) -> Reports:
 
 @functools.cache
 def _server() -> subprocess.Popen[str]:
-    return start(str(SCRIPT), "--serve", stdin=subprocess.PIPE, stderr=None)
+    """Without the interpreter of kernels."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, str(SCRIPT), "--serve"]
+    return subprocess.Popen(command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,14 +73,6 @@ def _ends_the_server() -> Iterator[None]:
         _server.cache_clear()
         with server:  # at the end of its input it ends
             pass
-
-
-def start(*arguments: str, **pipes: Any) -> subprocess.Popen[str]:
-    """Python with these arguments and without the interpreter of kernels."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), environment.get("PYTHONPATH", "")])
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **pipes}
-    return subprocess.Popen([sys.executable, *arguments], env=environment, text=True, **pipes)
 
 
 def check(reports: Reports) -> None:
@@ -104,7 +95,7 @@ def check(reports: Reports) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 def test_gates_compile_without_spills(target: str) -> None:
     cases = [f"{name}/{dtype}/none/int32/gate*" for name, of, dtype in GATES if of == target]
-    reports = compile_all([target, *cases])
+    reports = compiled(target, *cases)
     assert [r["kernel"] for r in reports] == len(cases) * ["gate", "gate_gradient"] and len(cases) >= 5
     check(reports)
 
@@ -116,7 +107,7 @@ def test_everything_compiles_without_spills(target: str) -> None:
     cases = [*names, "gelu/float32", "gelu/float16", "tanh/float32", "hardswish/float16"]
     cases += [f"gelu/bfloat16/{bias}/{index}" for bias in ("none", "column", "row") for index in ("int32", "int64")]
     cases += ["relu/bfloat16/row/int64"]
-    reports = compile_all([target, *cases])
+    reports = compiled(target, *cases)
     assert {report["activation"] for report in reports} >= {*names} - {"identity"}
     of_gelu = [r for r in reports if r["activation"] == "gelu"]
     assert len({(r["dtype"], r["bias"], r["index"]) for r in of_gelu}) == 8
@@ -124,7 +115,7 @@ def test_everything_compiles_without_spills(target: str) -> None:
 
 
 def test_many_sums_compile_without_spills() -> None:
-    reports = compile_all(["sm_100", "pau_5_4/float32/row"], ["gfx942", "pau_5_4/float32/row"])
+    reports = [report for target in ("sm_100", "gfx942") for report in compiled(target, "pau_5_4/float32/row")]
     assert [report["operands"] for report in reports] == 4 * [10]
     check(reports)
     # Accumulators of a register for each element would take 204 of them, and half of the threads.
@@ -133,7 +124,7 @@ def test_many_sums_compile_without_spills() -> None:
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_what_users_bring_compiles_without_spills(target: str) -> None:
-    reports = compile_all([target, *(f"{name}/{dtype}/{bias}" for name, of, dtype, bias in BROUGHT if of == target)])
+    reports = compiled(target, *(f"{name}/{dtype}/{bias}" for name, of, dtype, bias in BROUGHT if of == target))
     assert {report["activation"] for report in reports} == {name.replace("-", "_") for name in CUSTOM}
     given_output = {r["activation"] for r in reports if r["kernel"] == "derivative_given_output"}
     assert given_output == set(FITTED)
@@ -150,4 +141,4 @@ def test_accesses_are_of_16_bytes_but_for_a_bias() -> None:
 
 @pytest.mark.parametrize("target", ["sm_75", "sm_120", "gfx90a", "gfx1100"])
 def test_other_devices(target: str) -> None:
-    check(compile_all([target, "gelu", "gelu/float32", "silu/float16/row"]))
+    check(compiled(target, "gelu", "gelu/float32", "silu/float16/row"))

@@ -355,19 +355,14 @@ def test_writing_over_a_view_leaves_its_gaps_alone() -> None:
 
 
 def test_offsets_have_64_bits_where_32_do_not_suffice() -> None:
-    def index(elements: int) -> Any:
-        return tiles.index_of(elements)
-
-    assert index(2**31) == tl.int64
-    assert index(2**31 - 1) == tl.int64  # masked elements lie behind the last one
-    assert index(2**30) == tl.int32
+    assert tiles.index_of(2**31) == tl.int64
+    assert tiles.index_of(2**31 - 1) == tl.int64  # masked elements lie behind the last one
+    assert tiles.index_of(2**30) == tl.int32
 
 
-def _has_memory(gigabytes: int) -> bool:
-    return DEVICE.type == "cuda" and torch.cuda.mem_get_info()[0] > gigabytes << 30
-
-
-@pytest.mark.skipif(not _has_memory(20), reason="needs a GPU with 20 GiB of free memory")
+@pytest.mark.skipif(
+    DEVICE.type != "cuda" or torch.cuda.mem_get_info()[0] <= 20 << 30, reason="needs a GPU with 20 GiB of free memory"
+)
 @pytest.mark.parametrize("columns", [4096, None], ids=["bias", "no bias"])
 def test_more_than_two_to_the_31_elements(columns: int | None) -> None:
     relu = resolve("relu")
