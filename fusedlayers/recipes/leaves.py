@@ -38,7 +38,7 @@ from .._torch import AccumulateGrad, OpOverload, forward_ad_level, number_of, re
 from ..calls.validation import PLAIN_TYPES
 from ..utils.reading import code_reached_by
 from .recipe import Stored, Value, View
-from .second_run import RESULT, Call, Frame, Log, Packed, Part
+from .second_run import RESULT, Call, Frame, Log, Part
 
 if TYPE_CHECKING:
     from .region import Region
@@ -61,8 +61,7 @@ _READ = (
 #: The attributes that every module has, and those of a patch.
 _OF_MODULES = frozenset({*vars(nn.Module()), "forward", "__prepare_scriptable__"})
 _HOOKS: dict[str, Any] = {name: {} for name in _OF_MODULES if name.endswith("hooks")}
-#: What is in a name of what runs once: it draws random numbers, from Python's, NumPy's or anybody's generator, or all
-#: processes take part in it.
+#: What is in a name of what runs once: it draws random numbers, from anybody's generator, or all processes take part.
 _ONCE = ("rand", "rng", "generator", "all_reduce", "all_gather")
 #: Names by which a forward pass computes gradients, which takes what its nodes have saved.
 _GRADIENTS = ("autograd", "grad")
@@ -182,22 +181,23 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
     tensors = [value for value in (*run.args, *run.keywords.values()) if isinstance(value, Tensor)]
     if region.log is not None or not tensors or not region.can_replay(tensors[0]) or forward_ad_level() >= 0:
         return run()
-    arguments = [region.value_of(t) for t in tensors] if region.is_checkpointed else None
     leaf: Leaf | None = owner.leaf
     if leaf is None or not leaf.is_changing:
         state = _state_of(module, run)
         if leaf is None or leaf.state != state:
             leaf = owner.leaf = Leaf(region, module, run, state)
-    if leaf.is_left_alone or not all(map(_is_simple, tensors)):
+    is_left_alone = leaf.is_left_alone or not all(map(_is_simple, tensors))
+    if is_left_alone and not region.is_checkpointed:
         return run()
-    versions = [t._version for t in (*leaf.tensors, *tensors)]
+    versions = [] if is_left_alone else [t._version for t in (*leaf.tensors, *tensors)]
     first, random_state = 0 if leaf.is_known else sequence_number(), _random_state(tensors[0], leaf.is_known)
-    log: list[Packed] = []
-    region.log = log
+    log = region.log = Log([t for t in tensors if _is_simple(t)])
     try:
         y = run()
     finally:
         region.log = None
+    if is_left_alone:
+        return y
     is_changing = _state_of(module, run) != leaf.state
     # It may depend on anything whether it draws.
     if is_changing or _random_state(tensors[0], leaf.is_known) != random_state:
@@ -209,15 +209,12 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
         if not leaf.is_known:
             leaf.decide(tensors, whole.grad_fn, first)
         if not leaf.is_left_alone and [t._version for t in (*leaf.tensors, *tensors)] == versions:
-            _replace(region, Call(leaf, tensors), tensors, whole, log, arguments)
+            _replace(region, Call(leaf, tensors), tensors, whole, log)
     return y
 
 
-def _replace(
-    region: Region, call: Call, tensors: Sequence[Tensor], whole: Tensor, log: Log, packed: Sequence[Value] | None
-) -> None:
-    """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes.
-    ``packed``: the values of the arguments, under a checkpoint."""
+def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tensor, log: Log) -> None:
+    """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes."""
     given = *tensors, *call.leaf.tensors
     held, own, own_ids = {*map(_storage, given)}, _storage(whole), {*map(id, given)}
     found: list[tuple[int, int, Any, Tensor]] = []
@@ -236,7 +233,7 @@ def _replace(
     else:
         gained = 0
     if gained:
-        arguments = [*packed] if packed else [region.value_of(t) for t in tensors]
+        arguments = log.arguments or [region.value_of(t) for t in tensors]
         taken = sum([value.nbytes for value in _stored_in(arguments) if not value.readers])
         # Of a slice all of its storage stays.
         slices = {_storage(t): max(0, t.untyped_storage().nbytes() - t.nbytes) for t in tensors if t.grad_fn is None}

@@ -31,6 +31,7 @@ from .masks import Mask, mask_of, may_be_mask
 from .norms import NORM_REPLAYS, is_sharded
 from .recipe import VIEWS, Hooks, Recipe, Stored, Value, View
 from .replays import REPLAYS, RESULTS, with_options
+from .second_run import Log
 
 #: Smaller tensors are saved as they are: a replay would take longer than it is worth. On GPUs each is a launch, for
 #: which a GPU that has little to do waits.
@@ -72,7 +73,7 @@ class Region:
         self._model: weakref.ref[nn.Module] | None = None
         self._given: Sequence[Any] = ()
         self._kept: set[int] | None = None
-        self.log: list[tuple[Value, Tensor]] | None = None
+        self.log: Log | None = None
         self.has_leaves = False
 
     def begin(self, model: nn.Module | None, given: Iterable[Any] = ()) -> None:
@@ -129,6 +130,8 @@ class Region:
         else:
             value.readers += 1
         if self.log is not None:
+            if self.is_checkpointed and not self.log:  # here, so that the second run ends where PyTorch's ends
+                self.log.arguments = [self.value_of(t) for t in self.log.tensors]
             self.log.append((value, tensor))
         return value
 

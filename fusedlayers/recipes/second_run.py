@@ -27,8 +27,15 @@ if TYPE_CHECKING:
     from .leaves import Leaf
 
 Packed = tuple[Value, Tensor]
-Log = Sequence[Packed]
-"""What was packed while a leaf ran, in order."""
+
+
+class Log(list[Packed]):
+    """What was packed while a leaf ran, in order; its arguments' values, under a checkpoint."""
+
+    def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
+        super().__init__()
+        self.tensors, self.arguments = tensors, list[Value]()
+
 
 #: In the place of the number of a saved tensor: the result.
 RESULT = -1
@@ -97,7 +104,7 @@ class Frame(Value):
 
     is_kept = True
 
-    def __init__(self, call: Call, arguments: Sequence[Value], region: object, log: Log = ()) -> None:
+    def __init__(self, call: Call, arguments: Sequence[Value], region: object, log: Sequence[Packed] = ()) -> None:
         super().__init__(region)
         self.call, self.operands, self.depth = call, arguments, 1 + max([value.depth for value in arguments])
         self.readers_of: Counter[int] = Counter()

@@ -310,6 +310,27 @@ def test_corners_are_right(kind: type[nn.Module], is_checkpointed: bool, x: Tens
         assert same(model, x, run=run)
 
 
+def test_a_checkpoints_second_run_ends_where_pytorchs_ends(x: Tensor) -> None:
+    class Shift(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x + 1
+
+    class Observed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm, self.shift = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH, affine=False), Shift()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x).sin()
+            self.norm(h.detach())  # which is behind the last tensor that is saved
+            return self.shift(h)  # type: ignore[no-any-return]
+
+    model = Observed()
+    fl.fuse(model)
+    gradients(model, x, RUNS["checkpoint"])
+    assert model.norm.num_batches_tracked == 1
+
+
 def test_what_a_leaf_remembers_is_freed(x: Tensor) -> None:
     model = between_layers(Remembering())
     model[1].out = {"y": torch.zeros(8)}  # type: ignore[assignment]
