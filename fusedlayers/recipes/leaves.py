@@ -54,10 +54,7 @@ _ARGUMENTS = type(None), bool, int, float, str, torch.dtype, torch.device
 #: What attributes of a leaf may be, beside tensors and tuples of these: what cannot change in itself.
 _CONSTANTS = frozenset({*_ARGUMENTS, FunctionType, BuiltinFunctionType, functools.partial, type})
 #: What a leaf's code may read besides: code.
-_READ = (
-    *(FunctionType, MethodType, BuiltinFunctionType, functools.partial, type, ModuleType, OpOverload),
-    *(property, staticmethod, classmethod),
-)
+_READ = (MethodType, type, ModuleType, OpOverload, property, staticmethod, classmethod)
 #: The attributes that every module has, and those of a patch.
 _OF_MODULES = frozenset({*vars(nn.Module()), "forward", "__prepare_scriptable__"})
 _HOOKS: dict[str, Any] = {name: {} for name in _OF_MODULES if name.endswith("hooks")}

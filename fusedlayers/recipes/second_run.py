@@ -152,7 +152,9 @@ class Frame(Value):
 
         try:
             given = [value.recorded() for value in self.operands]
-        except RuntimeError as error:  # it has been written to
+        except RuntimeError as error:
+            if EDITED not in str(error):  # as where memory runs out
+                raise
             raise RuntimeError(f"{error} A {self.call.name} has it as its argument. {_ADVICE}") from error
         _running.is_again = True
         try:

@@ -706,6 +706,18 @@ def test_a_module_whose_argument_is_written_to_is_named(x: Tensor) -> None:
         h.sum().backward()
 
 
+def test_an_argument_for_which_there_is_no_memory_is_said_by_torch(x: Tensor) -> None:
+    def unpack(packed: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no memory")
+
+    model = between_layers(Watched())
+    fl.fuse(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, unpack):
+        y = model[1](model[0](x))
+    with pytest.raises(torch.OutOfMemoryError, match=r"^no memory$"):
+        y.sum().backward()
+
+
 def test_a_parameter_that_is_written_to_is_an_error(x: Tensor) -> None:
     model = between_layers(Counted(lambda leaf, x: x + leaf.offset))
     leaf: Any = model[1]
