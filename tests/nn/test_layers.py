@@ -355,3 +355,10 @@ def test_inplace_modules_overwrite(name: str) -> None:
     torch.testing.assert_close(z, getattr(nn, name)()(SAMPLE))
     with pytest.raises(RuntimeError, match="inplace=True on a leaf"):
         module(leaf)
+
+
+def test_layers_of_other_dtypes_are_refused_when_they_are_made() -> None:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"^FusedDenseAct: weight must have a floating dtype .*, got torch\.int8"):
+        fl.FusedDenseAct.from_modules(layer, "gelu")
