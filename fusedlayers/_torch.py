@@ -121,7 +121,10 @@ functorch_is_active: Callable[[], bool] = _private(
 )
 #: A context in which no such transform runs: a backward pass may be under vmap, and what it runs again is not.
 outside_of_transforms: Callable[[], AbstractContextManager[Any]] = _private(
-    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack", "vmap of a backward pass raises", nullcontext
+    "torch._functorch.pyfunctorch:temporarily_clear_interpreter_stack",
+    "vmap of a backward pass raises",
+    nullcontext,
+    _returns(AbstractContextManager),
 )
 #: (tensor) -> bool: whether backward runs under the vmap of ``torch.autograd.grad(is_grads_batched=True)``.
 is_legacy_batched: Callable[[Tensor], bool] = _private(

@@ -167,9 +167,7 @@ class Region:
     def _mask_of(self, tensor: Tensor) -> Value | None:
         """The bits of a mask, which all who save it share; None where it belongs to the caller or to the model."""
         whole = tensor if tensor._base is None else tensor._base
-        if not self.knows_parameters or whole.dtype is not tensor.dtype:
-            return None
-        if whole.storage_offset():
+        if not self.knows_parameters or whole.dtype is not tensor.dtype or whole.storage_offset():
             return None
         if self._kept is None or self.is_checkpointed:
             model = None if self._model is None else self._model()
