@@ -234,6 +234,17 @@ def test_models_save_as_much_less_as_was_measured() -> None:
     assert [*map(float, said)] == [round(end(found), 2) for found in times.values() for end in (min, max)]
 
 
+def test_fit_takes_as_long_as_was_measured() -> None:
+    (path,) = RESULTS.glob("*-threads/fit.json")
+    budgets = [
+        budget["variants"] for row in json.loads(path.read_text(encoding="utf-8"))["cases"] for budget in row["budgets"]
+    ]
+    pairs = [[each[name].get("forward_backward") for name in ("fit", "checkpoint")] for each in budgets]
+    found = [ours["ratio"] / theirs["ratio"] for ours, theirs in pairs if theirs]
+    said = f"{min(found):.2f} to {max(found):.2f} times"
+    assert said in README and said in " ".join(MEASUREMENTS.split())
+
+
 def test_others_were_measured_when_it_says() -> None:
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("*/peers.json")]
     of_kind = {run["device"]["kind"]: run for run in runs}
