@@ -6,7 +6,9 @@ the same hooks, so recipes are made of recipes.
 
 Cost: some microseconds for each saved tensor, and in backward each replay once, a pass over memory as a rule. Limits:
 at most ``DEPTH`` replays in a row; a recipe reads what its own region has packed, and so nothing across a
-checkpoint's border.
+checkpoint's border. Autocast: replays run without it (``Recipe``), and a leaf again as it ran (``Call``); what is cast
+up is stored narrowly (``replays._cast``), and facts of norms are noted below that (``norms``); a parameter's cast is no
+operand under a checkpoint, which casts anew (``Region.operand``).
 """
 
 from __future__ import annotations
@@ -188,12 +190,9 @@ class Region:
         """A tensor that is saved. Hooks that were there before get it once, but for a checkpoint's, which count."""
         # Recipes leave views of a flat parameter alone, which FSDP's first version frees.
         region = None if whole is not tensor and hasattr(whole, FLAT_PARAMETER) else self
-        if (
-            self.hooks is None
-            or self.is_checkpointed
-            or type(tensor) not in PLAIN_TYPES
-            or tensor.layout is not torch.strided
-        ):
+        if self.hooks is None or self.is_checkpointed:
+            return Stored(tensor, self.hooks, region)
+        if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided:
             return Stored(tensor, self.hooks, region)
         key = id(whole), tensor.size(), tensor.stride(), tensor.storage_offset(), tensor.is_conj(), tensor.is_neg()
         ref, known = self._packed.get(key, (None, None))
