@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 
 import torch
 import torch.nn.functional as F
@@ -123,15 +122,6 @@ class Outcome:
     peak_bytes: int
     losses: list[float] = field(default_factory=list)
     times_ms: list[float] = field(default_factory=list)
-
-    @property
-    def step_ms(self) -> float:
-        """Median, because the first steps warm up and other programs disturb some of the rest."""
-        return median(self.times_ms)
-
-    def step_ratio(self, other: "Outcome") -> float:
-        """Median of the ratios to the other's step of the same turn: how fast a machine is changes between turns."""
-        return median(own / others for own, others in zip(self.times_ms, other.times_ms, strict=True))
 
 
 class Trainer:

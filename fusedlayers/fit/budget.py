@@ -81,11 +81,11 @@ class Training:
         """The error of a budget that is too small. ``taken``: by the model as it is; ``way``: how it takes least."""
         verb = "saves" if self.of == "saved" else "allocates"
         as_it_is = "" if taken is None else f"as it is the model {verb} {size_text(taken)}, "
-        part = "" if taken is None else f", fraction={math.ceil(1e4 * least / taken) / 1e4:g}"
+        part = "" if taken is None or least > taken else f", fraction={math.ceil(1e4 * least / taken) / 1e4:g}"
         return ValueError(
             f"{self.step.function}: {self._asked} ({size_text(self.allowed(taken))}) cannot be met: {as_it_is}{way} it "
             f"{verb} {size_text(least)} ({least} bytes{part}); ask for that, pass a smaller batch, or switch off the "
-            "model's own checkpoints, in which nothing is planned"
+            "model's own checkpoints if it has any, in which nothing is planned"
         )
 
     def bytes(self) -> int:

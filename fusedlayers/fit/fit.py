@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..recipes.fuse import unfuse
+from ..recipes.fuse import restore, unfuse
 from ..recipes.patch import patches_of
 from ..utils.example import arguments_from, check_flag, check_uncompiled, eagerly
 from ..utils.formatting import counted_lines, path_text, size_text
@@ -155,9 +155,7 @@ def fit(
                 report = _choose(blocks, training, on_stage)
     finally:
         if report is None or plan_only:
-            unfuse(model)
-            for patch in before:
-                patch.attach()
+            restore(model, before)
     if not plan_only:
         blocks.save([block for block in blocks if block.path in report.saved_once])
     on_stage("done", 1.0)
@@ -190,7 +188,8 @@ def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
         if least > allowed:
             but = [f"{path_text(paths)}: {reason}" for reason, paths in blocks.skipped.items()]
             but += [] if blocks or but else [NO_BLOCKS]
-            raise training.unmet(eager_bytes, least, "with every block recomputed" + f" ({'; '.join(but)})" * bool(but))
+            way = f"with {'every' if blocks else 'no'} block recomputed" + f" ({'; '.join(but)})" * bool(but)
+            raise training.unmet(eager_bytes, least, way)
         on_stage("measuring blocks", 0.1)
         plans = measured(blocks, training, least, telling(partial(blocks.save, ()), within(on_stage, 0.1, 0.4)))
         on_stage("measuring plans", 0.4)

@@ -7,6 +7,7 @@ them, because a training step may call a part of the model; all are removed at t
 
 import inspect
 import warnings
+import weakref
 from typing import Any
 
 import torch
@@ -14,7 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from ..fit.fit import fit
-from ..recipes.fuse import fuse, unfuse
+from ..recipes.fuse import fuse, restore
+from ..recipes.patch import Patch, patches_of
 from ..recompute.segments import budget_from
 from ..utils.example import check_flag
 
@@ -34,19 +36,24 @@ class FusedTraining:
 
     def __init__(self, *, report: bool = False, fit_budget: float | str | None = None) -> None:
         check_flag("FuseCallback", "report", report)
-        if isinstance(fit_budget, float) and not 0 < fit_budget <= 1:
+        is_part = isinstance(fit_budget, float) and 0 < fit_budget <= 1
+        try:  # few bytes may be meant as percent
+            is_right = fit_budget is None or is_part or budget_from("", fit_budget) > 100
+        except ValueError:
+            is_right = False
+        if not is_right:
             raise ValueError(
                 f'FuseCallback: fit_budget must be bytes, a size such as "8GiB", or a fraction above 0.0 and at most '
                 f"1.0 (30 % are 0.3), got {fit_budget!r}"
             )
-        if fit_budget is not None and not isinstance(fit_budget, float):
-            budget_from("FuseCallback: fit_budget", fit_budget)
         self.report, self.fit_budget = report, fit_budget
         self._hooks: list[Any] = []
+        self._before: list[Patch] = []
+        self._model: Any = object
 
     def begin(self, model: Any, run: object) -> None:
-        """Fuse the model. ``run`` is an object that belongs to one training. Where it raises, now or at the first step,
-        the model is what it was.
+        """Fuse the model, unless its user has, or has fitted it. ``run`` is an object that belongs to one training.
+        Where it raises, now or at the first step, the model is what it was.
 
         Raises:
             TypeError: as for ``fuse``.
@@ -59,7 +66,7 @@ class FusedTraining:
                 "fusedlayers.fuse(model) instead of this callback"
             )
         if "_fused_training" in vars(run):
-            unfuse(model)
+            vars(run)["_fused_training"].undo(model)
             raise ValueError("FuseCallback: got two of them in one trainer; pass one, with the options of both")
         needs_a_step = self.report or self.fit_budget is not None
         processes = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -68,7 +75,11 @@ class FusedTraining:
                 f"FuseCallback: report and fit_budget run a model that is not split, got {processes} processes; call "
                 "fusedlayers.fit(model, inputs, ...) before the trainer, instead of this callback"
             )
-        fuse(model)
+        if self._model() is model:  # the training before ended by an error
+            self.undo(model)
+        self._before, self._model = patches_of(model), weakref.ref(model)
+        if not self._before:
+            fuse(model)
         vars(run)["_fused_training"] = self
         self._remove_hooks()
         if needs_a_step:
@@ -83,7 +94,10 @@ class FusedTraining:
                     self._remove_hooks()
                     try:
                         self._measure(module, args, kwargs, len(found), len(trained))
-                    except BaseException:
+                    except BaseException as error:
+                        if self.fit_budget is None and isinstance(error, TypeError | ValueError):  # it is no hindrance
+                            warnings.warn(f"FuseCallback: there is no report. {error}", stacklevel=2)
+                            return
                         self.undo(model)
                         raise
 
@@ -102,7 +116,8 @@ class FusedTraining:
     def undo(self, model: nn.Module) -> None:
         """Let the model be what it was."""
         self._remove_hooks()
-        unfuse(model)
+        restore(model, self._before)
+        self._before, self._model = [], object
 
     def _remove_hooks(self) -> None:
         while self._hooks:
@@ -121,9 +136,9 @@ class FusedTraining:
         inputs = {**dict(zip(names, args, strict=False)), **kwargs} if kwargs else args
         if self.fit_budget is None:
             report: object = fuse(module, inputs)
-        elif isinstance(self.fit_budget, float):
-            report = fit(module, inputs, fraction=self.fit_budget)
+            restore(module, self._before or patches_of(module))
         else:
-            report = fit(module, inputs, memory_budget_bytes=self.fit_budget)
+            budget: Any = {"fraction" if isinstance(self.fit_budget, float) else "memory_budget_bytes": self.fit_budget}
+            report = fit(module, inputs, **budget)
         if self.report:
             print(report)

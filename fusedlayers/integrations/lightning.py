@@ -33,8 +33,8 @@ class FuseCallback(Callback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if vars(pl_module).get("_compiler_ctx") is not None:  # Lightning took it out of torch.compile's module
             raise TypeError(
-                "FuseCallback: fit got a compiled module, and torch.compile decides itself what to save; pass the "
-                "module as it is, or leave out this callback"
+                "FuseCallback: got a compiled module, and torch.compile decides itself what to save; pass the module "
+                "as it is, or leave out this callback"
             )
         self._training.begin(pl_module, trainer.fit_loop)
 

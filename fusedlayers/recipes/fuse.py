@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -88,9 +89,7 @@ def fuse(
     try:
         return _measured(model, inputs, time, notes, on_stage)
     except BaseException as error:
-        unfuse(model)
-        for patch in before:
-            patch.attach()
+        restore(model, before)
         if isinstance(error, torch.OutOfMemoryError):
             raise torch.OutOfMemoryError(
                 f"fuse: the model does not fit into memory with these inputs; fuse(model) needs none. {error}"
@@ -155,6 +154,13 @@ def unfuse(model: nn.Module) -> None:
     check_module("unfuse", model)
     for patch in patches_of(model):
         patch.remove()
+
+
+def restore(model: nn.Module, patches: Iterable[Patch]) -> None:
+    """Undo what was done since the model had these patches."""
+    unfuse(model)
+    for patch in patches:
+        patch.attach()
 
 
 def _attach(model: nn.Module) -> None:

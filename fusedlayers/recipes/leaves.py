@@ -259,7 +259,9 @@ def result_of_leaf(region: Region, node: Any, result: Tensor | None) -> Part | N
     frame: Frame | None = None if found is None else found()
     if frame is None:
         arguments: Any = [region.usable(reference()) for reference in references]
-        if None in arguments or sum(value.nbytes for value in _stored_in(arguments)) > _nbytes_of(node):
+        made = results_of(node)[0]
+        nbytes = math.prod(made.shape) * made.dtype.itemsize
+        if None in arguments or sum(value.nbytes for value in _stored_in(arguments)) > nbytes:
             return None  # what others save may be dropped before
         frame = Frame(call, arguments, region)
     return None if frame.region is not region else Part(frame, RESULT, result, node.name())
@@ -295,11 +297,6 @@ def _stored_in(values: Sequence[Value | None]) -> list[Stored]:
 
 def _storage(tensor: Tensor) -> int:
     return storage_id(tensor.untyped_storage())
-
-
-def _nbytes_of(node: Any) -> int:
-    result = results_of(node)[0]
-    return int(math.prod(result.shape) * result.dtype.itemsize)
 
 
 def _random_state(tensor: Tensor, is_known: bool) -> bytes:

@@ -33,7 +33,6 @@ class Log(list[Packed]):
     """What was packed while a leaf ran, in order; its arguments' values, under a checkpoint."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
-        super().__init__()
         self.tensors, self.arguments = tensors, list[Value]()
 
 
@@ -52,11 +51,7 @@ def is_running_again() -> bool:
 
 
 class Call:
-    """A call of a leaf: the leaf as it was, and how it was called.
-
-    Attributes:
-        leaf: what the call has found in the module.
-    """
+    """A call of a leaf: what it has found in the module (``leaf``), and how it was called."""
 
     def __init__(self, leaf: Leaf, tensors: Sequence[Tensor]) -> None:
         self.leaf = leaf
@@ -64,10 +59,9 @@ class Call:
         self._tensors = [t.detach().clone() if t._post_accumulate_grad_hooks else t for t in leaf.tensors]
         self._versions = [t._version for t in self._tensors]
         self._trained = [t.requires_grad for t in (*leaf.tensors, *tensors)]
-        self._autocast = None
-        if autocast_is_active():
-            kind = tensors[0].device.type
-            self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        kind = tensors[0].device.type
+        facts = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._autocast = facts if autocast_is_active() else None
 
     def again(self, tensors: Sequence[Tensor]) -> Any:
         """The result for these arguments.
@@ -100,6 +94,7 @@ class Frame(Value):
 
     Attributes:
         wholes: the numbers of views in whose place the whole tensor is handed out.
+        layouts: by number, the shape and dtype that the second run must make.
     """
 
     is_kept = True
@@ -109,13 +104,9 @@ class Frame(Value):
         self.call, self.operands, self.depth = call, arguments, 1 + max([value.depth for value in arguments])
         self.readers_of: Counter[int] = Counter()
         self.wholes: set[int] = set()
-        self._layouts = {number: (tensor.shape, tensor.dtype) for number, (_, tensor) in enumerate(log)}
+        self.layouts = {number: (tensor.shape, tensor.dtype) for number, (_, tensor) in enumerate(log)}
         self._readers_left: Counter[int] = Counter()
         self._made: dict[int, Tensor] = {}
-
-    def expect(self, number: int, tensor: Tensor) -> None:
-        """The second run must make a tensor like this one."""
-        self._layouts[number] = tensor.shape, tensor.dtype
 
     def part(self, number: int) -> Tensor:
         """One of the tensors, for one reader. A backward pass runs the leaf once."""
@@ -173,7 +164,7 @@ class Frame(Value):
 
     def _check(self, number: int, tensor: Tensor | None) -> None:
         """Raise an error where the second run makes something else than the first."""
-        expected, made = self._layouts.get(number), None if tensor is None else (tensor.shape, tensor.dtype)
+        expected, made = self.layouts.get(number), None if tensor is None else (tensor.shape, tensor.dtype)
         if made is None or made != (expected or made):
             raise RuntimeError(
                 f"{self.call.name}: backward ran this module again, and it computed something else: "
@@ -193,7 +184,7 @@ class Part(Recipe):
         self._frame, self._number, self.made_by = frame, number, f"{frame.call.name} ({made_by})"
         if tensor is not None:
             self.stands_for(tensor)
-            frame.expect(number, tensor)
+            frame.layouts[number] = tensor.shape, tensor.dtype
 
     def claim(self) -> None:
         self.readers += 1

@@ -10,6 +10,7 @@ import pkgutil
 import sys
 import types
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -421,8 +422,8 @@ def test_options_are_checked() -> None:
         callback(exakt=True)
     with pytest.raises(TypeError, match="FuseCallback: report must be True or False, got 1"):
         callback(report=1)
-    for budget in ("a lot", -1, True, 1.5):
-        with pytest.raises(ValueError, match=r"FuseCallback: fit_budget(: memory_budget_bytes| must be bytes)"):
+    for budget in ("a lot", "0.3", -1, True, 30, 1.5):
+        with pytest.raises(ValueError, match=r"FuseCallback: fit_budget must be bytes, .*\(30 % are 0\.3\), got "):
             callback(fit_budget=budget)
 
 
@@ -460,6 +461,27 @@ def test_a_step_that_calls_parts_is_not_fitted() -> None:
     with pytest.raises(ValueError, match=r"FuseCallback: report and fit_budget need .* calls Sequential first, which"):
         net.blocks(torch.randn(8, 32))
     assert_same_bits(net, seeded(Net))
+
+
+@pytest.mark.parametrize("report", [False, True])
+def test_what_the_user_has_done_stays(report: bool) -> None:
+    net, given = seeded(Net), (torch.randn(8, 32), torch.tensor([0, 1] * 4))
+    fl.fit(net, given, fraction=0.5)
+    before = [(patch, patch.recompute) for patch in patches_of(net)]
+    assert any(recompute for _, recompute in before)
+    training = FusedTraining(report=report)
+    training.begin(net, types.SimpleNamespace())
+    for use in (partial(net, *given), partial(training.end, net)):
+        use()
+        assert [(patch, patch.recompute) for patch in patches_of(net)] == before
+
+
+def test_a_report_is_no_hindrance() -> None:
+    net = seeded(Net)
+    FusedTraining(report=True).begin(net, types.SimpleNamespace())
+    with pytest.warns(UserWarning, match=r"there is no report\. FuseCallback: .* calls Sequential first, which"):
+        net.blocks(torch.randn(8, 32)).sum().backward()
+    assert patches_of(net)
 
 
 def test_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
