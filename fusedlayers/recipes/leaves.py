@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 #: Where the metadata of the node that made a leaf's result has: its version, the call, weakly the values of the
 #: arguments, and weakly the second run, if there is one already.
 _MADE = "fusedlayers.leaf"
-#: What a node's name has in it that multiplies matrices, or that another compiler runs, which may save something else
-#: the second time.
-_HEAVY = ("MmBackward", "MvBackward", "AddmmBackward", "Bmm", "Convolution", "Attention", "Rnn", "Cpp", ":", "Compiled")
+#: What a node's name has in it that multiplies matrices, or writes to statistics whose versions stay, or that another
+#: compiler runs, which may save something else the second time.
+_HEAVY = ("MmB", "mmB", "MvB", "mvB", "Convolution", "Attention", "Rnn", "BatchNorm", "Cpp", ":", "Compiled")
 #: What arguments beside tensors may be: what cannot change.
 _ARGUMENTS = type(None), bool, int, float, str, torch.dtype, torch.device
 #: What attributes of a leaf may be, beside tensors and tuples of these: what cannot change in itself.
@@ -59,7 +59,7 @@ _READ = (MethodType, type, ModuleType, OpOverload, property, staticmethod, class
 _OF_MODULES = frozenset({*vars(nn.Module()), "forward", "__prepare_scriptable__"})
 _HOOKS: dict[str, Any] = {name: {} for name in _OF_MODULES if name.endswith("hooks")}
 #: What is in a name of what runs once: it draws random numbers, from anybody's generator, or all processes take part.
-_ONCE = ("rand", "rng", "generator", "all_reduce", "all_gather")
+_ONCE = ("rand", "rng", "generator", "all_reduce", "all_gather", "batch_norm")
 #: Names by which a forward pass computes gradients, which takes what its nodes have saved.
 _GRADIENTS = ("autograd", "grad")
 
@@ -214,14 +214,15 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
     """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes."""
     given = *tensors, *call.leaf.tensors
     held, own, own_ids = {*map(_storage, given)}, _storage(whole), {*map(id, given)}
-    found: list[tuple[int, int, Any, Tensor]] = []
+    found: list[tuple[int, int, Stored, Any]] = []
     for number, (value, tensor) in enumerate(log):
         if id(tensor) in own_ids:
             continue
-        if not region.can_replay(tensor):
+        stored: Any = value.operands[0] if isinstance(value, View) else value
+        if not region.can_replay(tensor) or stored.version != tensor._version:  # written to, it is eager's error
             held.add(_storage(tensor))  # it stays, and holds all of it
-        elif _is_stored(value) and (storage := _storage(tensor)) not in held:
-            found.append((storage, number, value, tensor))
+        elif type(stored) is Stored and not stored.operands and (storage := _storage(tensor)) not in held:
+            found.append((storage, number, stored, tensor if stored is value else tensor._base))
     replaced = [each for each in found if each[0] not in held]
     frame, arguments = None, list[Any]()
     if replaced:
@@ -233,14 +234,14 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
         arguments = log.arguments or [region.value_of(t) for t in tensors]
         taken = sum([value.nbytes for value in _stored_in(arguments) if not value.readers])
         # Of a slice all of its storage stays.
-        slices = {_storage(t): max(0, t.untyped_storage().nbytes() - t.nbytes) for t in tensors if t.grad_fn is None}
+        views = [t for t in tensors if t.grad_fn is None or region.hooks]
+        slices = {_storage(t): max(0, t.untyped_storage().nbytes() - t.nbytes) for t in views}
         if gained > taken + sum(slices.values()):
             frame = Frame(call, arguments, region, log)
-            for _, number, value, tensor in replaced:
-                stored: Any = value.operands[0] if isinstance(value, View) else value
+            for _, number, stored, tensor in replaced:
                 if not stored.operands:  # several nodes may have saved it
-                    stored.become(Part(frame, number, tensor if stored is value else tensor._base, "saved in it"))
-                    frame.wholes |= {number} if stored is not value else set()
+                    stored.become(Part(frame, number, tensor, "saved in it"))
+                    frame.wholes |= {number} if tensor is not log[number][1] else set()
     else:
         saved = {id(tensor): value for value, tensor in log}
         arguments = [saved.get(id(t)) or region.known(t) for t in tensors]
@@ -282,11 +283,6 @@ def _is_vector(tensor: Tensor) -> bool:
 def _is_simple(tensor: Tensor) -> bool:
     is_plain = type(tensor) in PLAIN_TYPES and tensor.layout is torch.strided
     return is_plain and not tensor.is_nested and not tensor.is_inference()
-
-
-def _is_stored(value: Value) -> bool:
-    whole = value.operands[0] if isinstance(value, View) else value
-    return type(whole) is Stored and not whole.operands
 
 
 def _stored_in(values: Sequence[Value | None]) -> list[Stored]:

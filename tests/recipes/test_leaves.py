@@ -63,10 +63,12 @@ def gradients(model: nn.Module, x: Tensor, run: Callable[[nn.Module, Tensor], Te
 
 
 def same(model: nn.Module, x: Tensor, **options: Any) -> bool:
-    """Whether the fused model's gradients are those of a copy of what it was."""
+    """Whether the fused model's gradients and buffers are those of a copy of what it was."""
     eager = copy.deepcopy(model)
     fl.unfuse(eager)
-    return all(map(torch.equal, gradients(model, x, **options), gradients(eager, x, **options)))
+    pairs = [*zip(gradients(model, x, **options), gradients(eager, x, **options), strict=True)]
+    pairs += zip(model.buffers(), eager.buffers(), strict=True)
+    return all(torch.equal(a.to_dense(), b.to_dense()) for a, b in pairs)
 
 
 @pytest.fixture
@@ -288,7 +290,27 @@ class Started(NewGELU):
         return ((z.round() - z).detach() + z) * self.step
 
 
-CORNERS = (OwnView, Lazy, Conditioned, SavingOnce, Sparse, Sloped, Parts, Masked, Watched, Started)
+class OwnNorm(nn.BatchNorm1d):
+    """It writes to buffers whose versions stay."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, affine=False)
+        self.num_batches_tracked = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return y * F.relu6(y + 3) * y.sin()
+
+
+class Centered(OwnNorm):
+    """The same, without a node."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        F.batch_norm(x.detach(), self.running_mean, self.running_var, training=True)
+        return (x - self.running_mean).tanh() * (x + 1).exp() * x.sin()
+
+
+CORNERS = OwnView, Lazy, Conditioned, SavingOnce, Sparse, Sloped, Parts, Masked, Watched, Started, OwnNorm, Centered
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -621,6 +643,23 @@ def test_modules_that_multiply_matrices_run_once(x: Tensor) -> None:
     leaf.runs.clear()
     gradients(model, x)
     assert len(leaf.runs) == 1
+
+
+def test_what_it_saves_and_writes_to_is_eagers_error(x: Tensor) -> None:
+    model = between_layers(Counted(lambda leaf, x: x.exp().mul_(2)))
+    fl.fuse(model)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradients(model, x)
+
+
+def test_a_slice_that_hooks_keep_takes_all_of_its_memory(x: Tensor) -> None:
+    class Sliced(nn.Sequential):
+        def forward(self, x: Tensor) -> Any:
+            return self[2](self[1](self[0](x)[:, :WIDTH]))
+
+    model = Sliced(nn.Linear(WIDTH, 20 * WIDTH), Counted(lambda leaf, x: x + 1), nn.Linear(WIDTH, WIDTH))
+    before, _ = kept(model, x), fl.fuse(model)
+    assert kept(model, x) <= before
 
 
 def test_arguments_that_are_written_to_are_left_alone(x: Tensor) -> None:
