@@ -44,9 +44,9 @@ def fuse(
 
     Gradients are PyTorch's, to the last bit: its own nodes compute them, from the same values. A module of yours
     without children and matrices, as an activation or a norm that is spelled out, is run again in backward where that
-    frees memory: it has to compute the same again from its arguments and attributes (``recipes/leaves.py``), and backward
-    raises an error where its parameters were written to. A model that calls ``torch.func.grad`` in its own forward pass
-    gets PyTorch's error, that saved-tensor hooks are not supported there: leave it as it is.
+    frees memory: it has to compute the same again from its arguments and attributes (``recipes/leaves.py``), and
+    backward raises an error where its parameters were written to. A model that calls ``torch.func.grad`` in its own
+    forward pass gets PyTorch's error, that saved-tensor hooks are not supported there: leave it as it is.
 
     Args:
         model: any module; a fused one gets these options instead of those that it had.
