@@ -6,8 +6,6 @@ large products ``SLOW_CASES``.
 
 import copy
 import functools
-import io
-import pickle
 import re
 import threading
 from collections.abc import Callable, Collection
@@ -19,6 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import Switch
+from copies import COPIES
 from gpu import DEVICE, INTERPRETER_WARNINGS
 from pairs import covering
 from plans import plans_of
@@ -682,14 +681,7 @@ def test_copies(name: str, activation: str, save: str) -> None:
     twins = Twins.of(name, activation, save=save)
     x = twins.input()
     y = twins.own(x)
-    buffer = io.BytesIO()
-    torch.save(twins.own, buffer)
-    buffer.seek(0)
-    copies: list[Any] = [
-        copy.deepcopy(twins.own),
-        pickle.loads(pickle.dumps(twins.own)),
-        torch.load(buffer, weights_only=False),
-    ]
+    copies = [copied(twins.own) for copied in COPIES.values()]
     y.sum().backward()
     other = Twins.of(name, activation, save=save).own
     with torch.no_grad():
