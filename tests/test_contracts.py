@@ -7,8 +7,8 @@ large products ``SLOW_CASES``.
 import copy
 import functools
 import re
-import threading
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from typing import Any
@@ -489,11 +489,8 @@ def test_threads(name: str, activation: str, save: str) -> None:
         of_another = torch.autograd.grad(results[place], [x, *twins.sources], dy)
         found[place] = of_another, torch.autograd.grad(twins.own(x), [x, *twins.sources], dy)
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(work, range(len(inputs))))
     for place, wanted in enumerate(expected):
         for gradients in found[place]:
             assert_near(gradients, wanted)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -412,7 +413,7 @@ def test_threads() -> None:
     wanted = step(plain(module), (x,))
     found: list[Any] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(5):
             leaf = x.clone().requires_grad_()
             y = module(leaf)
@@ -421,9 +422,6 @@ def test_threads() -> None:
             backward.join()
             found.append([y.detach(), leaf.grad])
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert len(found) == 20 and all(worst(one, wanted) <= EXACT for one in found)

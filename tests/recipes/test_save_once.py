@@ -7,9 +7,9 @@ import gc
 import importlib
 import inspect
 import io
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -442,22 +442,18 @@ def _hooks_on_norms(enter: cases.Enter) -> list[Tensor]:
 
 def _another_threads_edit(enter: cases.Enter) -> list[Tensor]:
     norm, linear, model, x = _norm_and_linear()
-    results: list[Tensor] = []
     with enter(model):
         for _ in range(50):
             copied = norm(x).clone()
         linear(copied)
 
-        def work() -> None:
+        def work() -> Tensor:
             h = F.silu(copied)
             with torch.no_grad():
-                h.mul_(3)
-            results.append(h)
+                return h.mul_(3)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        y = linear(results[0])
+        with ThreadPoolExecutor(1) as pool:
+            y = linear(pool.submit(work).result())
     return [*torch.autograd.grad(y.square().sum(), [linear.weight])]
 
 
