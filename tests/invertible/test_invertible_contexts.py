@@ -11,19 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from inverting import (
-    EXACT,
-    Scale,
-    assert_exact,
-    dense,
-    error,
-    loss_of,
-    net,
-    plain,
-    randn,
-    step,
-    worst,
-)
+from inverting import EXACT, Scale, assert_exact, dense, error, loss_of, net, plain, randn, step, worst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -41,12 +29,11 @@ def mixed() -> fl.InvertibleSequential:
     ).double()
 
 
-def compared(use: Callable[[Any, Tensor], Any], module: Any = None, x: Tensor | None = None) -> None:
+def compared(use: Callable[[Any, Tensor], Any], module: Any = None) -> None:
     """``use(module, x)``, and of its plain copy, have equal values and gradients."""
     module = mixed() if module is None else module
-    x = randn(6, 8) if x is None else x
-    other = plain(module)
-    found, wanted = (step(lambda x, m=m: use(m, x), (x,), list(m.parameters())) for m in (module, other))
+    pair = module, plain(module)
+    found, wanted = (step(lambda x, m=m: use(m, x), (randn(6, 8),), list(m.parameters())) for m in pair)
     assert worst(found, wanted) <= EXACT
 
 

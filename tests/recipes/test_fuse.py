@@ -54,26 +54,20 @@ class MLP(nn.Module):
         return self.down(self.drop(self.act(self.up(self.norm(x)))))  # type: ignore[no-any-return]
 
 
-def _nothing(z: Tensor, y: Tensor) -> None:
-    pass
-
-
 class Gated(nn.Module):
-    """A gate of two layers, or of one that makes both halves; ``between`` runs before the product."""
+    """A gate of two layers, or of one that makes both halves."""
 
-    def __init__(self, packed: bool = False, between: Callable[[Tensor, Tensor], object] = _nothing) -> None:
+    def __init__(self, packed: bool = False) -> None:
         super().__init__()
         if packed:
             self.packed = nn.Linear(IN, 2 * HIDDEN)
         else:
             self.gate, self.up = nn.Linear(IN, HIDDEN), nn.Linear(IN, HIDDEN)
-        self.act, self.down, self.between = nn.SiLU(), nn.Linear(HIDDEN, IN), between
+        self.act, self.down = nn.SiLU(), nn.Linear(HIDDEN, IN)
 
     def forward(self, x: Tensor) -> Tensor:
         z, up = self.packed(x).chunk(2, -1) if "packed" in self._modules else (self.gate(x), self.up(x))
-        y = self.act(z)
-        self.between(z, y)
-        return self.down(y * up)  # type: ignore[no-any-return]
+        return self.down(self.act(z) * up)  # type: ignore[no-any-return]
 
 
 class Checkpointed(nn.Module):
