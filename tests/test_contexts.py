@@ -2,7 +2,7 @@
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import pytest
@@ -26,15 +26,6 @@ every_activation = pytest.mark.parametrize("activation", TABLE, ids=str)
 
 #: What saving the output costs a folded derivative in float32.
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 5e-4}
-
-
-@pytest.fixture
-def layer() -> tuple[Tensor, Tensor, Tensor]:
-    return tuple(torch.randn(s, requires_grad=True) for s in ((30, 12), (40, 12), (40,)))  # type: ignore[return-value]
-
-
-def _torchs(activation: object) -> Callable[[Tensor], Tensor]:
-    return resolve(activation).plain
 
 
 # --- torch.compile ----------------------------------------------------------------------------------------------------
@@ -145,15 +136,16 @@ def mesh() -> Iterator[Any]:
 @pytest.mark.filterwarnings(
     "ignore::UserWarning:torch.*", "ignore::DeprecationWarning:torch.*", "ignore::FutureWarning"
 )
-def test_dtensors(mesh: Any, layer: tuple[Tensor, ...]) -> None:
+def test_dtensors(mesh: Any) -> None:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+    layer = reference.leaves((30, 12), (40, 12), (40,))
     placements = ([Shard(0)], [Replicate()], [Replicate()])
     x, w, b = (distribute_tensor(t.detach(), mesh, p).requires_grad_() for t, p in zip(layer, placements, strict=True))
     for activation in ("gelu", "tanh", "relu"):
         y = fl.dense_bias_act(x, w, b, activation)
         assert isinstance(y, DTensor)
-        expected = reference.dense_bias_act(*layer, _torchs(activation))
+        expected = reference.dense_bias_act(*layer, resolve(activation).plain)
         torch.testing.assert_close(y.full_tensor(), expected)
         got = torch.autograd.grad(y.sum(), (x, w, b))
         torch.testing.assert_close([g.full_tensor() for g in got], list(torch.autograd.grad(expected.sum(), layer)))

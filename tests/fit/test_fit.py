@@ -56,11 +56,13 @@ def _convolutions() -> nn.Module:
     return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), stages[0], down, stages[1], nn.Flatten(), nn.LazyLinear(4))
 
 
+def _transformer(dropout: float = 0.1) -> tuple[nn.Module, Tensor]:
+    layer = nn.TransformerEncoderLayer(64, 4, 256, dropout, "gelu", batch_first=True)
+    return nn.TransformerEncoder(layer, 3), torch.randn(4, 64, 64)
+
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
-    "transformer": lambda: (
-        nn.TransformerEncoder(nn.TransformerEncoderLayer(64, 4, 256, 0.1, "gelu", batch_first=True), 3),
-        torch.randn(4, 64, 64),
-    ),
+    "transformer": _transformer,
     "convolutions": lambda: (_convolutions(), torch.randn(8, 3, 32, 32)),
 }
 
@@ -70,15 +72,6 @@ def _made(name: str) -> tuple[Any, Tensor]:
     with torch.no_grad():
         model(x[:2])
     return model.train(), x
-
-
-def _without_dropout(model: nn.Module) -> Any:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        elif isinstance(module, nn.MultiheadAttention):
-            module.dropout = 0.0
-    return model
 
 
 def _bytes(model: nn.Module, x: Tensor, of: str) -> int:
@@ -277,8 +270,8 @@ def test_losses_are_those_of_the_model_as_it_was(name: str, autocast: bool, lr: 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_compiled() -> None:
-    model, x = _made("transformer")
-    _without_dropout(model)(x).sum().backward()
+    model, x = _transformer(dropout=0.0)
+    model(x).sum().backward()
     expected = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     fl.fit(model, x, fraction=0.3)
@@ -374,7 +367,7 @@ class Cache(list[Tensor]):
 class Caching(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(CachingBlock() for _ in range(2))
+        self.blocks = nn.ModuleList(CachingBlock(*_mlp()) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         cache = Cache()
@@ -383,13 +376,9 @@ class Caching(nn.Module):
         return x
 
 
-class CachingBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)
-
+class CachingBlock(nn.Sequential):
     def forward(self, x: Tensor, cache: Cache) -> Tensor:
-        y: Tensor = self.down(self.act(self.up(x)))
+        y: Tensor = super().forward(x)
         cache.append(y)
         return y.new_ones(len(cache)).sum() * torch.cat([*cache]).view(len(cache), *y.shape).sum(0)
 
@@ -397,7 +386,7 @@ class CachingBlock(nn.Module):
 @pytest.mark.parametrize("fraction", [0.9, 0.1])
 def test_blocks_that_are_called_with_a_cache_are_saved_once(fraction: float) -> None:
     """Their recomputation would find what the first run has left in it."""
-    model, x = Caching(), torch.randn(256, 64)
+    model, x = Caching(), torch.randn(256, 32)
     because = "it is called with a Cache, which it may change (use_cache=False calls it without)"
     if fraction == 0.9:
         report = fl.fit(model, x, fraction=fraction)
@@ -419,13 +408,9 @@ class Dropping(nn.Sequential):
         return x + super().forward(x) * torch.from_numpy((np.random.rand(*x.shape) > 0.5).astype(np.float32))
 
 
-class Doubled(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.act, self.down = nn.Linear(32, 128), nn.Tanh(), nn.Linear(128, 32)
-
+class Doubled(nn.Sequential):
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(self.act(self.up(2 * x)))  # type: ignore[no-any-return]
+        return super().forward(2 * x)  # type: ignore[no-any-return]
 
 
 class Writing(nn.Module):
@@ -433,7 +418,7 @@ class Writing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.layers = nn.Linear(32, 32), nn.ModuleList(Doubled() for _ in range(3))
+        self.stem, self.layers = nn.Linear(32, 32), nn.ModuleList(Doubled(*_mlp()) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)

@@ -6,23 +6,12 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
-from inverting import (
-    EXACT,
-    Scale,
-    assert_exact,
-    dense,
-    error,
-    loss_of,
-    net,
-    plain,
-    randn,
-    step,
-    worst,
-)
+from inverting import EXACT, Scale, assert_exact, dense, error, loss_of, net, plain, randn, step, worst
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -40,12 +29,11 @@ def mixed() -> fl.InvertibleSequential:
     ).double()
 
 
-def compared(use: Callable[[Any, Tensor], Any], module: Any = None, x: Tensor | None = None) -> None:
+def compared(use: Callable[[Any, Tensor], Any], module: Any = None) -> None:
     """``use(module, x)``, and of its plain copy, have equal values and gradients."""
     module = mixed() if module is None else module
-    x = randn(6, 8) if x is None else x
-    other = plain(module)
-    found, wanted = (step(lambda x, m=m: use(m, x), (x,), list(m.parameters())) for m in (module, other))
+    pair = module, plain(module)
+    found, wanted = (step(lambda x, m=m: use(m, x), (randn(6, 8),), list(m.parameters())) for m in pair)
     assert worst(found, wanted) <= EXACT
 
 
@@ -412,7 +400,7 @@ def test_threads() -> None:
     wanted = step(plain(module), (x,))
     found: list[Any] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(5):
             leaf = x.clone().requires_grad_()
             y = module(leaf)
@@ -421,9 +409,6 @@ def test_threads() -> None:
             backward.join()
             found.append([y.detach(), leaf.grad])
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
     assert len(found) == 20 and all(worst(one, wanted) <= EXACT for one in found)

@@ -63,7 +63,7 @@ def test_couplings(network: str) -> None:
 
 def _layers() -> dict[str, tuple[Any, tuple[Tensor, ...]]]:
     rows, images = randn(6, 4), randn(4, 4, 6, 6)
-    found: dict[str, tuple[Any, tuple[Tensor, ...]]] = {
+    return {
         "linear": (fl.InvertibleLinear(4, 4), (rows,)),
         "linear, wide, no bias": (fl.InvertibleLinear(4, 9, bias=False), (rows,)),
         "linear, one row": (fl.InvertibleLinear(4, 4), (randn(4),)),
@@ -88,14 +88,9 @@ def _layers() -> dict[str, tuple[Any, tuple[Tensor, ...]]]:
         "join": (fl.InvertibleSplit().reverse(), (rows, rows + 1)),
         "split, odd": (fl.InvertibleSplit(-1), (randn(2, 5),)),
         "additive": (net(4), (randn(3, 8),)),
-        "affine": (_affine(), (randn(3, 8),)),
+        "affine": (fl.InvertibleSequential(*(coupling("affine", "dense", True)[0] for _ in range(3))), (randn(3, 8),)),
         "revnet": (_revnet(), (randn(2, 3, 8, 8),)),
     }
-    return found
-
-
-def _affine() -> fl.InvertibleSequential:
-    return fl.InvertibleSequential(*(coupling("affine", "dense", True)[0] for _ in range(3)))
 
 
 def _revnet() -> fl.InvertibleSequential:

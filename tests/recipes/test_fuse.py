@@ -8,9 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import inspect
-import io
 import json
-import pickle
 import re
 import warnings
 import weakref
@@ -20,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from copies import COPIES
 from entering import entered
 from programs import QuickGELU
 from torch import Tensor, nn
@@ -55,26 +54,20 @@ class MLP(nn.Module):
         return self.down(self.drop(self.act(self.up(self.norm(x)))))  # type: ignore[no-any-return]
 
 
-def _nothing(z: Tensor, y: Tensor) -> None:
-    pass
-
-
 class Gated(nn.Module):
-    """A gate of two layers, or of one that makes both halves; ``between`` runs before the product."""
+    """A gate of two layers, or of one that makes both halves."""
 
-    def __init__(self, packed: bool = False, between: Callable[[Tensor, Tensor], object] = _nothing) -> None:
+    def __init__(self, packed: bool = False) -> None:
         super().__init__()
         if packed:
             self.packed = nn.Linear(IN, 2 * HIDDEN)
         else:
             self.gate, self.up = nn.Linear(IN, HIDDEN), nn.Linear(IN, HIDDEN)
-        self.act, self.down, self.between = nn.SiLU(), nn.Linear(HIDDEN, IN), between
+        self.act, self.down = nn.SiLU(), nn.Linear(HIDDEN, IN)
 
     def forward(self, x: Tensor) -> Tensor:
         z, up = self.packed(x).chunk(2, -1) if "packed" in self._modules else (self.gate(x), self.up(x))
-        y = self.act(z)
-        self.between(z, y)
-        return self.down(y * up)  # type: ignore[no-any-return]
+        return self.down(self.act(z) * up)  # type: ignore[no-any-return]
 
 
 class Checkpointed(nn.Module):
@@ -152,17 +145,11 @@ def test_nothing_of_the_model_changes_but_forward(x: Tensor) -> None:
     assert {name: {**vars(module)} for name, module in model.named_modules()} == contents
 
 
-@pytest.mark.parametrize("how", ["deepcopy", "pickle", "save"])
+@pytest.mark.parametrize("how", COPIES)
 def test_copies_are_their_own(how: str, x: Tensor) -> None:
     model = of_layers()
     fl.fuse(model)
-    if how == "save":
-        file = io.BytesIO()
-        torch.save(model, file)
-        file.seek(0)
-        other = torch.load(file, weights_only=False)
-    else:
-        other = copy.deepcopy(model) if how == "deepcopy" else pickle.loads(pickle.dumps(model))
+    other = COPIES[how](model)
     patches = {module: patch for module in other.modules() if (patch := patch_of(module)) is not None}
     assert len(patches) > 3 and all(patch.module is module for module, patch in patches.items())
     assert are_same(step(other, x), step(of_layers(), x)) and kept(other, x) == kept(model, x)

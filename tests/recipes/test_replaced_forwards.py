@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 from collections.abc import Callable
 from itertools import product
 from types import MethodType
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from copies import COPIES
 from torch import Tensor, nn
 
 import fusedlayers as fl
@@ -154,10 +154,6 @@ def _kept(model: nn.Module) -> int:
     return saved_bytes(model, x, exclude=[x, *model.parameters()])
 
 
-def _pickled(model: nn.Module) -> nn.Module:
-    return pickle.loads(pickle.dumps(model))  # type: ignore[no-any-return]
-
-
 @pytest.mark.parametrize(("name", "order"), [*product(OTHERS, ORDERS)])
 def test_any_order(name: str, order: str) -> None:
     theirs, model = _after(name, _others(order)), _after(name, order)
@@ -172,7 +168,7 @@ def test_any_order(name: str, order: str) -> None:
     elif order in ("fuse do", "fuse do undo") and name != "del":  # the rest stays fused
         assert kept < _kept(theirs)
     # Local functions of accelerate cannot be pickled, and a patch may have replaced one.
-    for copied in (copy.deepcopy,) if name == "hooks of accelerate" else (copy.deepcopy, _pickled):
+    for copied in (copy.deepcopy,) if name == "hooks of accelerate" else COPIES.values():
         reference = copied(theirs)
         ours, expected_of_copy = copied(model), _step(reference)
         assert _are_equal(_step(ours), expected_of_copy)

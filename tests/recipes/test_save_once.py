@@ -7,9 +7,9 @@ import gc
 import importlib
 import inspect
 import io
-import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import product
 from types import SimpleNamespace
@@ -242,10 +242,9 @@ EDITED = "modified by an inplace operation"
 
 @pytest.mark.parametrize("which", ["norm's input", "norm's weight", "linear's weight", "relu's result"])
 def test_edits_raise_as_in_eager(which: str) -> None:
-    norm, linear = nn.LayerNorm(64), nn.Linear(64, 64)
-    model = nn.ModuleList([norm, linear])
+    norm, linear, model, x = _norm_and_linear()
+    x.requires_grad_()
     for enter in (cases.eager, cases.recipes):
-        x = torch.randn(32, 64, requires_grad=True)
         with enter(model):
             before = x * 1
             h = norm(before)
@@ -311,9 +310,9 @@ class PlusOne(nn.Module):
         return b + 1
 
 
-def _norm_and_linear(width: int = 32) -> tuple[nn.LayerNorm, nn.Linear, nn.ModuleList, Tensor]:
-    norm, linear = nn.LayerNorm(width), nn.Linear(width, width)
-    return norm, linear, nn.ModuleList([norm, linear]), torch.randn(8, width)
+def _norm_and_linear() -> tuple[nn.LayerNorm, nn.Linear, nn.ModuleList, Tensor]:
+    norm, linear = nn.LayerNorm(32), nn.Linear(32, 32)
+    return norm, linear, nn.ModuleList([norm, linear]), torch.randn(8, 32)
 
 
 def _biases_of_other_kinds(enter: cases.Enter) -> list[Tensor]:
@@ -442,22 +441,18 @@ def _hooks_on_norms(enter: cases.Enter) -> list[Tensor]:
 
 def _another_threads_edit(enter: cases.Enter) -> list[Tensor]:
     norm, linear, model, x = _norm_and_linear()
-    results: list[Tensor] = []
     with enter(model):
         for _ in range(50):
             copied = norm(x).clone()
         linear(copied)
 
-        def work() -> None:
+        def work() -> Tensor:
             h = F.silu(copied)
             with torch.no_grad():
-                h.mul_(3)
-            results.append(h)
+                return h.mul_(3)
 
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        y = linear(results[0])
+        with ThreadPoolExecutor(1) as pool:
+            y = linear(pool.submit(work).result())
     return [*torch.autograd.grad(y.square().sum(), [linear.weight])]
 
 
@@ -930,9 +925,7 @@ def test_a_linear_layer_enters_few_functions() -> None:
 
 def test_checkpoints_read_nothing_across_their_border() -> None:
     """What a checkpoint recomputes reads no recipe of the region around it."""
-    norm, linear = nn.LayerNorm(64), nn.Linear(64, 64)
-    model = nn.ModuleList([norm, linear])
-    x = torch.randn(32, 64)
+    norm, linear, model, x = _norm_and_linear()
     with cases.recipes(model):
         h = norm(x)
 

@@ -1,11 +1,10 @@
 """``torch.jit.script`` refuses models that ``fuse`` or ``fit`` has changed, and says what to do."""
 
-import copy
-import pickle
 from collections.abc import Callable
 
 import pytest
 import torch
+from copies import COPIES
 from torch import nn
 
 import fusedlayers as fl
@@ -41,7 +40,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 def test_changed_models_are_unfused_first(name: str) -> None:
     make, said = MODELS[name]
     model, x = make(), torch.randn(4, 32)
-    for changed in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for changed in (model, *(copied(model) for copied in COPIES.values())):
         y, own = changed(x), {path: dict(vars(module)) for path, module in changed.named_modules()}
         with pytest.raises(RuntimeError, match=UNFUSE.format(said)):
             torch.jit.script(changed)

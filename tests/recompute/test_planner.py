@@ -10,14 +10,7 @@ import pytest
 from fusedlayers.recompute import segments
 from fusedlayers.recompute.child_costs import ChildCosts
 from fusedlayers.recompute.recompute import RECOMPUTE, Recompute
-from fusedlayers.recompute.segments import (
-    BUDGET_STEPS,
-    Plan,
-    Segment,
-    plan_of,
-    plan_within_budget,
-    segments_of_lengths,
-)
+from fusedlayers.recompute.segments import BUDGET_STEPS, Plan, Segment, plan_of, plan_within_budget, segments_of_lengths
 
 MODES: list[tuple[Recompute, ...]] = [("nothing", "all"), ("nothing", "cheap"), RECOMPUTE]
 #: Of sizes: a few, so that plans tie, and many.

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
-import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable
@@ -14,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from copies import COPIES
 from recomputing import Counting, block, blocks, every_mode, images, outcome, rows, same, twins
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, spectral_norm
@@ -140,18 +139,9 @@ OPERATIONS: dict[str, Callable[[Any], Any]] = {
     "delete": lambda net: [net.__delitem__(1), net][1],
     "+=": lambda net: net.__iadd__(nn.Sequential(nn.Tanh())),
     "*=": lambda net: net.__imul__(2),
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda net: pickle.loads(pickle.dumps(net)),
-    "torch.save": lambda net: _saved_and_loaded(net),
+    **COPIES,
     "to": lambda net: net.double().float(),
 }
-
-
-def _saved_and_loaded(net: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(net, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -24,6 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.append(str(Path(__file__).parents[2]))
 
+from subjects import Swish
+
 import fusedlayers as fl
 from bench.gpu import fake as fake_gpu
 
@@ -88,24 +90,16 @@ def _dense(**options: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
     )
 
 
-class Swish(torch.nn.Module):
-    """Reads a parameter of one element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.beta = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16))
-
-    def forward(self, z: Tensor) -> Tensor:
-        return z * torch.sigmoid(self.beta * z)
-
-
 #: Name -> a call and its tensors.
 CALLS: dict[str, Callable[[], tuple[Callable[..., Tensor], list[Tensor]]]] = {
     "dense gelu": lambda: _dense(activation="gelu"),
     "dense relu": lambda: _dense(activation="relu"),
     "bias_act": lambda: (lambda x, b: fl.bias_act(x, b, "gelu"), _tensors((ROWS, WIDTH), (WIDTH,))),
     "gelu": lambda: (fl.gelu, _tensors((ROWS, WIDTH))),
-    "scalar parameter": lambda: (partial(fl.bias_act, bias=None, activation=Swish()), _tensors((ROWS, WIDTH))),
+    "scalar parameter": lambda: (
+        partial(fl.bias_act, bias=None, activation=Swish().bfloat16()),
+        _tensors((ROWS, WIDTH)),
+    ),
     "mlp": lambda: (
         lambda x, w1, b1, w2, b2: fl.mlp(x, w1, b1, w2, b2, "gelu"),
         _tensors((ROWS, 256), (WIDTH, 256), (WIDTH,), (256, WIDTH), (256,)),

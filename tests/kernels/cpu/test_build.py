@@ -6,10 +6,10 @@ import stat
 import subprocess
 import sys
 import tempfile
-import threading
 import tomllib
 import warnings
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -257,12 +257,8 @@ def test_no_option_gives_up_the_rules_of_arithmetic() -> None:
 
 
 def test_a_process_builds_once_and_the_next_one_not_at_all(fresh: Path, compiler: Compiler) -> None:
-    found: list[Any] = []
-    threads = [threading.Thread(target=lambda: found.append(build.shared_object())) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: build.shared_object(), range(4)))
     assert len({id(library) for library in found}) == 1 and _works(found[0]) and len(compiler.runs) == 1
     folder, other = _folders(fresh)
     (name,) = _files(folder)

@@ -47,7 +47,9 @@ def with_threads() -> Iterator[Callable[[int], None]]:
 # --- what the compiler made -------------------------------------------------------------------------------------------
 
 
-def _needs_gcc_and_avx2() -> list[str]:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The library as the package compiles it, and what GCC says about that."""
     compiler = build.find_compiler()
     assert compiler is not None
     version = subprocess.run([*compiler, "--version"], capture_output=True, text=True).stdout
@@ -55,15 +57,9 @@ def _needs_gcc_and_avx2() -> list[str]:
         pytest.skip("only GCC says which loops it has vectorised")
     if not torch.cpu.get_capabilities().get("avx2"):
         pytest.skip("without AVX2 there are no vectors of 32 bytes, and no gathers")
-    return compiler
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The library as the package compiles it, and what GCC says about that."""
     folder = tmp_path_factory.mktemp("made")
     report = folder / "report"
-    build._build([*_needs_gcc_and_avx2(), f"-fopt-info-vec-optimized={report}"], folder / "loops.so")
+    build._build([*compiler, f"-fopt-info-vec-optimized={report}"], folder / "loops.so")
     return folder / "loops.so", report.read_text()
 
 
@@ -402,20 +398,17 @@ def test_the_callers_default_dtype_and_device_do_not_matter() -> None:
             assert all(a.is_cpu and a.dtype is b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def _all_sizes() -> Tensor:
-    sizes = torch.logspace(-44.8, 38, 20_001, dtype=torch.float64).float()
-    return torch.cat([torch.linspace(-200, 200, 200_001), sizes, -sizes])
-
-
 @pytest.mark.parametrize("backend", [cpu, reference], ids=["loops", "reference"])
 @pytest.mark.parametrize("name", [*map(str, FOLDED), "users"])
 def test_a_marked_output_is_never_subnormal(name: str, backend: Any) -> None:
     # Matmuls of subnormal numbers take up to 20 times as long. float16 has too few others. Zeros carry the branch.
+    sizes = torch.logspace(-44.8, 38, 20_001, dtype=torch.float64).float()
+    numbers = torch.cat([torch.linspace(-200, 200, 200_001), sizes, -sizes])
     for dtype in DTYPES:
         activation = _activation(name, dtype) if name in ACTIVATIONS else resolve(name)
         fold = activation.fold
         assert fold is not None
-        z = _all_sizes().to(dtype)
+        z = numbers.to(dtype)
         y = backend.bias_act(z, None, activation, dim=-1, encode=True, out=None)
         finite = y.isfinite()
         marked = branch_bit.decode(y.float(), dtype) & finite
