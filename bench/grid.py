@@ -18,7 +18,15 @@ from fusedlayers.utils import progress
 from . import RESULTS, machine
 from .measure import Setting
 
-Case = TypeVar("Case")
+AnyCase = TypeVar("AnyCase")
+
+
+class Case:
+    """One whose id is made of its fields: ``fused/dense/relu/131072``."""
+
+    @property
+    def id(self) -> str:
+        return "/".join(map(str, vars(self).values()))
 
 
 def line(row: dict[str, Any]) -> Iterator[str]:
@@ -141,7 +149,7 @@ def begin(subject: str, device: torch.device, definitions: Mapping[str, str], **
     }
 
 
-def until(end: float, todo: Sequence[Case]) -> Iterator[tuple[Case, float]]:
+def until(end: float, todo: Sequence[AnyCase]) -> Iterator[tuple[AnyCase, float]]:
     """Each case that can start before ``end``, with the seconds that are left.
 
     Shows how far the run has come: by its cases, or by its seconds where these are used up first.

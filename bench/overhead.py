@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import fusedlayers as fl
 from fusedlayers.recipes import masks, region
 
-from . import measure, reference, zoo
+from . import grid, measure, reference, zoo
 from .grid import Benchmark
 from .measure import Setting, Variant
 
@@ -70,18 +70,13 @@ BETWEEN_LAYERS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "silu": n
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(grid.Case):
     """``elements``: of the output; of MLPs, of the hidden layer."""
 
     group: str
     operation: str
     activation: str
     elements: int
-
-    @property
-    def id(self) -> str:
-        """Group, operation, activation and size: ``fused/dense/relu/131072``."""
-        return f"{self.group}/{self.operation}/{self.activation}/{self.elements}"
 
 
 def cases() -> Iterator[Case]:
@@ -110,14 +105,9 @@ def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
     eager, ours, tensors = build(case, setting.device)
     dy = torch.randn_like(eager())
     makers = {name: partial(_variant, call, tensors, dy) for name, call in ((EAGER, eager), (OURS, ours))}
-    return {
-        "id": case.id,
-        "group": case.group,
-        "operation": case.operation,
-        "activation": case.activation,
-        "elements": case.elements,
-        "variants": measure.compare(makers, setting, allowed=SAME, max_rounds=2000, host=setting.device.type == "cuda"),
-    }
+    is_cuda = setting.device.type == "cuda"
+    found = measure.compare(makers, setting, allowed=SAME, max_rounds=2000, host=is_cuda)
+    return {"id": case.id, **vars(case), "variants": found}
 
 
 def _variant(call: Callable[[], Tensor], tensors: tuple[Tensor, ...], dy: Tensor) -> Variant:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import fusedlayers as fl
 
-from . import measure, zoo
+from . import grid, measure, zoo
 from .grid import Benchmark
 from .measure import Setting, Variant
 from .zoo import of_transformers as hf
@@ -174,18 +174,14 @@ SETUPS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(grid.Case):
     model: str
     setup: str
-
-    @property
-    def id(self) -> str:
-        return f"{self.model}/{self.setup}"
 
 
 def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
     """The JSON row of a case."""
-    row: dict[str, Any] = {"id": case.id, "model": case.model, "setup": case.setup}
+    row: dict[str, Any] = {"id": case.id, **vars(case)}
     makers = {name: partial(_variant, name, MODELS[case.model], SETUPS[case.setup]) for name in VARIANTS}
     try:
         return {**row, "variants": measure.compare(makers, setting, min_rounds=5, max_rounds=60, warm_up=2)}
