@@ -18,10 +18,10 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
+from fusedlayers.activations import resolve
 from fusedlayers.recipes import masks, region
 
 from . import grid, measure, reference, zoo
@@ -42,17 +42,9 @@ TARGETS = {
 }
 #: The gated blocks of transformers.
 GATED = {"bert": False, "llama": True}
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "elu": F.elu,
-    "leaky_relu": F.leaky_relu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-}
 FOLDED = ("gelu", "silu")
 #: Of the larger calls.
+ACTIVATIONS = ("relu", "tanh", "sigmoid", "elu", "leaky_relu", *FOLDED)
 ELEMENTS = 131072
 #: How far outputs and gradients may be from eager's, by their norms, and be worth timing: no test of accuracy.
 SAME = 1e-4
@@ -181,7 +173,7 @@ def build(case: Case, device: torch.device) -> Built:
         tensors = [randn(elements // 256, 64), *(tensor for pair in pairs for tensor in pair)]
     operation = {"dense": "dense_bias_act", "conv": "conv_bias_act"}.get(case.operation, case.operation)
     more = {"padding": 1} if case.operation == "conv" else {}
-    eager = partial(getattr(reference, operation), function=ACTIVATIONS[name], **more)
+    eager = partial(getattr(reference, operation), function=resolve(name).plain, **more)
     return both(eager, partial(getattr(fl, operation), activation=name, **more), *tensors)
 
 
