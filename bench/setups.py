@@ -32,7 +32,6 @@ DEFINITIONS = {
     "peak_bytes": "at the worst moment of forward+backward, beside parameters and gradients",
     "ratio": "median over rounds of time / eager's time in the same round, with quartiles",
 }
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class Model:
     """``blocks``: the path of its list of blocks; ``projections``: the names of what LoRA adapts, q and v first."""
 
     make: Callable[[], nn.Module]
-    input: Callable[[], Tensor]
+    input: tuple[int, ...]
     blocks: str = ""
     projections: tuple[str, ...] = ()
 
 
-_TOKENS, _IMAGES = partial(torch.randint, 0, 100, (4, 256)), partial(torch.randn, 4, 3, 128, 128)
+_TOKENS, _IMAGES = (4, 256), (4, 3, 128, 128)
 _SIZES = {"num_hidden_layers": 4}
 MODELS = {
     "BERT": Model(
@@ -60,7 +59,7 @@ MODELS = {
         hf("ViT", **{**zoo.SMALL_BERT, **_SIZES}, image_size=128, patch_size=8, **zoo.NO_DROPOUT), _IMAGES,
         "layers", ("q_proj", "v_proj", "k_proj", "o_proj", "fc1", "fc2"),
     ),
-    "UNet": Model(zoo.UNet, partial(torch.randn, 4, 3, 64, 64)),
+    "UNet": Model(zoo.UNet, (4, 3, 64, 64)),
 }  # fmt: skip
 
 
@@ -190,8 +189,8 @@ def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
 
 
 def _variant(name: str, of: Model, setup: Setup) -> Variant:
-    torch.manual_seed(SEED)
-    model, x = of.make().train(), of.input()
+    model: Any
+    model, x = zoo.build(of.make, of.input)
     if name == OURS and setup.is_before:
         fl.fuse(model)
     model = setup.prepare(model, of)
@@ -203,13 +202,12 @@ def _variant(name: str, of: Model, setup: Setup) -> Variant:
 
     def forward() -> Tensor:
         with setup.around():
-            y: Any = model(x)
-            return y if isinstance(y, Tensor) else y[0]
+            return zoo.first(model(x))
 
     def step() -> None:
         with setup.around():
-            y: Any = model(x)
-            loss = (y if isinstance(y, Tensor) else y[0]).float().square().mean()
+            y = model(x)  # held while backward runs, as a training loop does
+            loss = zoo.first(y).float().square().mean()
         loss.backward()
 
     def results() -> list[Tensor]:
