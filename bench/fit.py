@@ -82,21 +82,14 @@ def loss_of(result: Any) -> Tensor:
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its input. ``part``: the compiler's budget, which it asks for at each call; ``compiled``: what is
-    called in the model's place."""
+    """A model and its input. ``compiled``: what is called in the model's place."""
 
     model: nn.Module
     x: Tensor
-    part: float = 1.0
     compiled: Callable[..., Any] | None = None
 
     def loss(self) -> Tensor:
-        if self.compiled is None:
-            return loss_of(self.model(self.x))
-        from torch._functorch import config
-
-        with config.patch(activation_memory_budget=self.part):
-            return loss_of(self.compiled(self.x))
+        return loss_of((self.compiled or self.model)(self.x))
 
     def step(self) -> None:
         self.loss().backward()
@@ -159,7 +152,7 @@ def _compiled(eager: Subject, allowed: int, part: float) -> dict[str, Callable[[
 
     def with_part(part: float) -> Variant:
         own = eager.twin()
-        return dataclasses.replace(own, part=part, compiled=measure.compiled(own.model)).variant()
+        return dataclasses.replace(own, compiled=measure.compiled(own.model, part)).variant()
 
     def within_bytes() -> Variant:
         own = eager.twin()

@@ -49,9 +49,7 @@ class Operands:
         return call(self.x, *self.parameters)
 
     def step(self, call: Call) -> None:
-        measure.Above.apply(self.forward(call), self.dy).backward()
-        for tensor in (self.x, *self.parameters):
-            tensor.grad = None
+        measure.step(partial(self.forward, call), self.dy, (self.x, *self.parameters))
 
     def results(self, call: Call) -> tuple[Tensor, ...]:
         """The output and all gradients."""
