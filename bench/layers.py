@@ -201,19 +201,13 @@ def build_conv(shape: shapes.Conv, format: str, kind: str, randn: Call, quick: b
     return Work(calls, layer, block, layer.dy.nbytes, {**sizes, **geometry, "padding": list(shape.padding)})
 
 
-def _benchmark(name: str, build: Any, of: Any, *, budget_seconds: float, case_seconds: float) -> Benchmark:
-    return Benchmark(
-        name,
-        DEFINITIONS,
-        cases=partial(shapes.cases, of),
-        measure=partial(measure_case, build),
-        budget_seconds=budget_seconds,
-        case_seconds=case_seconds,
-    )
+def _benchmark(name: str, build: Any, of: Any, *, budget: float, case: float) -> Benchmark:
+    cases, measure_one = partial(shapes.cases, of), partial(measure_case, build)
+    return Benchmark(name, DEFINITIONS, cases, measure_one, budget_seconds=budget, case_seconds=case)
 
 
 BENCHMARKS = {
-    "dense": _benchmark("dense", build_dense, shapes.LAYERS, budget_seconds=240, case_seconds=6.0),
-    "mlp": _benchmark("mlp", build_mlp, shapes.BLOCKS, budget_seconds=480, case_seconds=12.0),
-    "conv": _benchmark("conv", build_conv, shapes.CONVOLUTIONS, budget_seconds=240, case_seconds=2.0),
+    "dense": _benchmark("dense", build_dense, shapes.LAYERS, budget=240.0, case=6.0),
+    "mlp": _benchmark("mlp", build_mlp, shapes.BLOCKS, budget=480.0, case=12.0),
+    "conv": _benchmark("conv", build_conv, shapes.CONVOLUTIONS, budget=240.0, case=2.0),
 }

@@ -70,10 +70,6 @@ class Unsuited(Exception):  # noqa: N818  # no error: the cell of the table says
     """The setup is none for this model."""
 
 
-def _as_it_is(model: Any, of: Model) -> Any:
-    return model
-
-
 def _bfloat16(model: Any, of: Model) -> Any:
     return model.bfloat16()
 
@@ -146,7 +142,7 @@ def _averaged(model: Any, of: Model) -> Any:
 class Setup:
     """``prepare``: of a model; ``is_before``: whether fuse is called before it; ``around``: what a pass runs in."""
 
-    prepare: Callable[[Any, Model], Any] = _as_it_is
+    prepare: Callable[[Any, Model], Any] = lambda model, of: model
     is_before: bool = False
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
