@@ -15,6 +15,7 @@ from torch import Tensor
 import fusedlayers as fl
 from fusedlayers.activations import definitions, resolve
 
+from . import grid
 from .grid import Benchmark
 from .measure import Setting
 
@@ -28,13 +29,9 @@ DEFINITIONS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(grid.Case):
     activation: str
     dtype: str
-
-    @property
-    def id(self) -> str:
-        return f"{self.activation}/{self.dtype}"
 
 
 def cases(kind: str) -> list[Case]:
@@ -49,8 +46,7 @@ def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
     exact_y, exact_slope = _forward_backward(activation.function, z.double())
     # A zero input has an infinite slope under cbrt, for everyone alike.
     finite = exact_slope.isfinite()
-    row: dict[str, Any] = {"id": case.id, "activation": case.activation, "dtype": case.dtype}
-    row["folded"] = activation.is_folded
+    row: dict[str, Any] = {"id": case.id, **vars(case), "folded": activation.is_folded}
     for name, function in (
         ("eager", activation.plain),
         ("fusedlayers", lambda z: fl.bias_act(z, None, activation, save="auto")),

@@ -105,20 +105,17 @@ def resnets(depth: int, x: Tensor, setting: Setting) -> Makers:
 
     dy = torch.randn(len(x), 1000).to(x.device) / len(x)
 
-    def eager() -> Variant:
-        net = nn.Sequential(*parts())
-        return variant(net, net, x, dy)
-
     def by_torch(segments: int) -> Variant:
         net = nn.Sequential(*parts())
         return variant(net, lambda x: checkpoint_sequential(net, segments, x, use_reentrant=False), x, dy)
 
-    def ours(**options: Any) -> Variant:
-        net = fl.SublinearSequential(*parts(), **options)
+    def by(container: Callable[..., nn.Module], **options: Any) -> Variant:
+        net = container(*parts(), **options)
         return variant(net, net, x, dy)
 
     kept = saved_bytes(nn.Sequential(*(children := parts())), x, exclude=[x, *children])
-    makers: Makers = {"eager": eager}
+    makers: Makers = {"eager": partial(by, nn.Sequential)}
+    ours = partial(by, fl.SublinearSequential)
     for segments in TORCH_SEGMENTS:
         makers[f"checkpoint_sequential-{segments}"] = partial(by_torch, segments)
         makers[f"same-memory-{segments}"] = partial(ours, memory_budget_bytes=at_once(children, segments, x))

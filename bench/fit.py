@@ -52,58 +52,44 @@ class Case:
     blocks: tuple[str, ...]
 
 
-def _encoder() -> tuple[nn.Module, Tensor]:
+def _encoder() -> nn.Module:
     layer = nn.TransformerEncoderLayer(256, 4, 1024, 0.1, "gelu", batch_first=True)
-    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False), torch.randn(4, 256, 256)
-
-
-def _text(make: Callable[[], nn.Module], dtype: torch.dtype = torch.float32) -> Callable[[], tuple[nn.Module, Tensor]]:
-    return lambda: (make().to(dtype), torch.randint(3, 1000, (4, 256)))
-
-
-def _images(make: Callable[[], nn.Module], *shape: int) -> Callable[[], tuple[nn.Module, Tensor]]:
-    return lambda: (make(), torch.randn(shape[0], 3, *shape[1:]))
+    return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
 
 
 _STAGES = tuple(f"encoder.stages.{stage}.layers" for stage in range(4))
 _SIZES = {"num_hidden_layers": 6, "num_attention_heads": 4, "hidden_size": 256}
+_BERT = hf("Bert", **{**zoo.SMALL_BERT, **_SIZES})
+_VIT = hf("ViT", **_SIZES, image_size=128, intermediate_size=1024)
 _MISTRAL = hf("Mistral", **{**zoo.MISTRAL, **_SIZES, "intermediate_size": 896})
 CASES = (
-    Case("encoder/float32", _encoder, ("layers",)),
-    Case("bert/float32", _text(hf("Bert", **{**zoo.SMALL_BERT, **_SIZES})), ("encoder.layer",)),
-    Case("mistral/float32", _text(_MISTRAL), ("layers",)),
-    Case("mistral/bfloat16", _text(_MISTRAL, torch.bfloat16), ("layers",)),
-    Case("vit/float32", _images(hf("ViT", **_SIZES, image_size=128, intermediate_size=1024), 8, 128, 128), ("layers",)),
-    Case("resnet-50/float32", _images(hf("ResNet"), 4, 128, 128), _STAGES),
+    Case("encoder/float32", partial(zoo.build, _encoder, (4, 256, 256)), ("layers",)),
+    Case("bert/float32", partial(zoo.build, _BERT, (4, 256)), ("encoder.layer",)),
+    Case("mistral/float32", partial(zoo.build, _MISTRAL, (4, 256)), ("layers",)),
+    Case("mistral/bfloat16", partial(zoo.build, _MISTRAL, (4, 256), dtype=torch.bfloat16), ("layers",)),
+    Case("vit/float32", partial(zoo.build, _VIT, (8, 3, 128, 128)), ("layers",)),
+    Case("resnet-50/float32", partial(zoo.build, hf("ResNet"), (4, 3, 128, 128)), _STAGES),
     # As wide as such models are. What a recomputation costs the host is nothing here, and one or two percent above.
-    Case("vit-768/float32", _images(hf("ViT", num_hidden_layers=6), 4, 224, 224), ("layers",)),
-    Case("resnet-50-224/float32", _images(hf("ResNet"), 8, 224, 224), _STAGES),
+    Case("vit-768/float32", partial(zoo.build, hf("ViT", num_hidden_layers=6), (4, 3, 224, 224)), ("layers",)),
+    Case("resnet-50-224/float32", partial(zoo.build, hf("ResNet"), (8, 3, 224, 224)), _STAGES),
 )
 
 
 def loss_of(result: Any) -> Tensor:
     """The loss, for ``fit`` too, so that what it predicts is what is measured here."""
-    first: Tensor = result if isinstance(result, Tensor) else result[0]
-    return first.square().mean()
+    return zoo.first(result).square().mean()
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model and its input. ``part``: the compiler's budget, which it asks for at each call; ``compiled``: what is
-    called in the model's place."""
+    """A model and its input. ``compiled``: what is called in the model's place."""
 
     model: nn.Module
     x: Tensor
-    part: float = 1.0
     compiled: Callable[..., Any] | None = None
 
     def loss(self) -> Tensor:
-        if self.compiled is None:
-            return loss_of(self.model(self.x))
-        from torch._functorch import config
-
-        with config.patch(activation_memory_budget=self.part):
-            return loss_of(self.compiled(self.x))
+        return loss_of((self.compiled or self.model)(self.x))
 
     def step(self) -> None:
         self.loss().backward()
@@ -166,7 +152,7 @@ def _compiled(eager: Subject, allowed: int, part: float) -> dict[str, Callable[[
 
     def with_part(part: float) -> Variant:
         own = eager.twin()
-        return dataclasses.replace(own, part=part, compiled=measure.compiled(own.model)).variant()
+        return dataclasses.replace(own, compiled=measure.compiled(own.model, part)).variant()
 
     def within_bytes() -> Variant:
         own = eager.twin()

@@ -18,7 +18,15 @@ from fusedlayers.utils import progress
 from . import RESULTS, machine
 from .measure import Setting
 
-Case = TypeVar("Case")
+AnyCase = TypeVar("AnyCase")
+
+
+class Case:
+    """One whose id is made of its fields: ``fused/dense/relu/131072``."""
+
+    @property
+    def id(self) -> str:
+        return "/".join(map(str, vars(self).values()))
 
 
 def line(row: dict[str, Any]) -> Iterator[str]:
@@ -95,23 +103,17 @@ def main(benchmark: Benchmark, options: argparse.Namespace) -> int:
     # A part must not replace a committed result of all: it is written only where the user says.
     if out is None and not (options.only or options.quick):
         out = RESULTS / machine.slug(device, torch.get_num_threads())
-    run(benchmark, todo, device, quick=options.quick, budget_seconds=options.budget, out=out)
+    run(benchmark, todo, device, quick=options.quick, budget=options.budget, out=out)
     if out is not None:
         print(f"\nwrote {out / f'{benchmark.name}.json'}")
     return 0
 
 
 def run(
-    benchmark: Benchmark,
-    todo: Sequence[Any],
-    device: torch.device,
-    *,
-    quick: bool = False,
-    budget_seconds: float | None = None,
-    out: Path | None = None,
-) -> dict[str, Any]:
-    """Measure the cases in order, within the budget, and write ``out/<name>.json`` after each."""
-    end = time.monotonic() + (benchmark.budget_seconds if budget_seconds is None else budget_seconds)
+    benchmark: Benchmark, todo: Sequence[Any], device: torch.device, *, quick: bool, budget: float, out: Path | None
+) -> None:
+    """Measure the cases in order, within the budget of seconds, and write ``out/<name>.json`` after each."""
+    end = time.monotonic() + budget
     not_run = [case.id for case in todo]
     result = begin(benchmark.name, device, benchmark.definitions, quick=quick, not_run=not_run, **benchmark.facts)
     for name in benchmark.packages:
@@ -126,7 +128,6 @@ def run(
         add(result, row, out)
         print("\n".join(benchmark.lines(row)), flush=True)
     print("".join(f"MISSED: {finding}\n" for finding in benchmark.missed(result)), end="")
-    return result
 
 
 def begin(subject: str, device: torch.device, definitions: Mapping[str, str], **more: Any) -> dict[str, Any]:
@@ -141,7 +142,7 @@ def begin(subject: str, device: torch.device, definitions: Mapping[str, str], **
     }
 
 
-def until(end: float, todo: Sequence[Case]) -> Iterator[tuple[Case, float]]:
+def until(end: float, todo: Sequence[AnyCase]) -> Iterator[tuple[AnyCase, float]]:
     """Each case that can start before ``end``, with the seconds that are left.
 
     Shows how far the run has come: by its cases, or by its seconds where these are used up first.

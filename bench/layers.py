@@ -16,15 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import fusedlayers as fl
+from fusedlayers.activations import resolve
 
 from . import measure, reference, shapes
 from .grid import Benchmark
 from .measure import Setting, Variant
 
 EAGER, OURS, RECOMPUTE = "eager", "fusedlayers", "recompute"
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu, "silu": F.silu, "relu": F.relu, "tanh": torch.tanh, "hardswish": F.hardswish, "relu6": F.relu6,
-}  # fmt: skip
 DEFINITIONS = {
     "time": "microseconds of the layer alone in training mode: median and quartiles over interleaved rounds; "
     "as in a network, nobody but the layer holds its output during the backward pass",
@@ -51,9 +49,7 @@ class Operands:
         return call(self.x, *self.parameters)
 
     def step(self, call: Call) -> None:
-        measure.Above.apply(self.forward(call), self.dy).backward()
-        for tensor in (self.x, *self.parameters):
-            tensor.grad = None
+        measure.step(partial(self.forward, call), self.dy, (self.x, *self.parameters))
 
     def results(self, call: Call) -> tuple[Tensor, ...]:
         """The output and all gradients."""
@@ -123,7 +119,7 @@ def build_dense(shape: shapes.Dense, format: str, kind: str, randn: Call, quick:
     w1, b1 = randn(hidden, width, scale=width**-0.5), randn(hidden, scale=0.1)
     w2, b2 = randn(width, hidden, scale=hidden**-0.5), randn(width, scale=0.1)
     layers = {
-        EAGER: partial(reference.dense_bias_act, function=ACTIVATIONS[shape.activation]),
+        EAGER: partial(reference.dense_bias_act, function=resolve(shape.activation).plain),
         OURS: partial(fl.dense_bias_act, activation=shape.activation),
     }
     sizes = {"tokens": tokens, "in_features": width, "hidden_features": hidden}
@@ -143,21 +139,18 @@ def build_mlp(shape: shapes.Dense, format: str, kind: str, randn: Call, quick: b
     x, dy = randn(tokens, width), randn(tokens, width).detach()
     w1, w_up = (randn(hidden, width, scale=width**-0.5) for _ in range(2))
     w2 = randn(width, hidden, scale=hidden**-0.5)
-    activation, function = shape.activation, ACTIVATIONS[shape.activation]
+    eager, ours = (reference.gated_mlp, fl.gated_mlp) if shape.is_gated else (reference.mlp, fl.mlp)
+    ours = partial(ours, activation=shape.activation)
+    calls: dict[str, Call] = {
+        EAGER: partial(eager, function=resolve(shape.activation).plain),
+        OURS: ours,
+        RECOMPUTE: partial(ours, save=RECOMPUTE),
+    }
     if shape.is_gated:
         params: tuple[Tensor, ...] = (w1, w_up, w2)
-        calls: dict[str, Call] = {
-            EAGER: partial(_gated, block=partial(reference.gated_mlp, function=function)),
-            OURS: partial(_gated, block=partial(fl.gated_mlp, activation=activation)),
-            RECOMPUTE: partial(_gated, block=partial(fl.gated_mlp, activation=activation, save=RECOMPUTE)),
-        }
+        calls = {name: partial(_gated, block=call) for name, call in calls.items()}
     else:
         params = (w1, randn(hidden, scale=0.1), w2, randn(width, scale=0.1))
-        calls = {
-            EAGER: partial(reference.mlp, function=function),
-            OURS: partial(fl.mlp, activation=activation),
-            RECOMPUTE: partial(fl.mlp, activation=activation, save=RECOMPUTE),
-        }
     operands = Operands(x, params, dy)
     sizes = {"tokens": tokens, "in_features": width, "hidden_features": hidden, "gated": shape.is_gated}
     both = {name: (call, call) for name, call in calls.items()}
@@ -181,7 +174,7 @@ def build_conv(shape: shapes.Conv, format: str, kind: str, randn: Call, quick: b
         "stride": shape.stride, "padding": shape.padding, "dilation": shape.dilation, "groups": shape.groups,
     }  # fmt: skip
     convolution = (F.conv1d, F.conv2d, F.conv3d)[dims - 1]
-    activation = ACTIVATIONS[shape.activation]
+    activation = resolve(shape.activation).plain
 
     def formatted(*sizes: int, scale: float = 1.0) -> Tensor:
         return randn(*sizes, scale=scale).detach().contiguous(memory_format=memory_format).requires_grad_()
@@ -208,19 +201,13 @@ def build_conv(shape: shapes.Conv, format: str, kind: str, randn: Call, quick: b
     return Work(calls, layer, block, layer.dy.nbytes, {**sizes, **geometry, "padding": list(shape.padding)})
 
 
-def _benchmark(name: str, build: Any, of: Any, *, budget_seconds: float, case_seconds: float) -> Benchmark:
-    return Benchmark(
-        name,
-        DEFINITIONS,
-        cases=partial(shapes.cases, of),
-        measure=partial(measure_case, build),
-        budget_seconds=budget_seconds,
-        case_seconds=case_seconds,
-    )
+def _benchmark(name: str, build: Any, of: Any, *, budget: float, case: float) -> Benchmark:
+    cases, measure_one = partial(shapes.cases, of), partial(measure_case, build)
+    return Benchmark(name, DEFINITIONS, cases, measure_one, budget_seconds=budget, case_seconds=case)
 
 
 BENCHMARKS = {
-    "dense": _benchmark("dense", build_dense, shapes.LAYERS, budget_seconds=240, case_seconds=6.0),
-    "mlp": _benchmark("mlp", build_mlp, shapes.BLOCKS, budget_seconds=480, case_seconds=12.0),
-    "conv": _benchmark("conv", build_conv, shapes.CONVOLUTIONS, budget_seconds=240, case_seconds=2.0),
+    "dense": _benchmark("dense", build_dense, shapes.LAYERS, budget=240.0, case=6.0),
+    "mlp": _benchmark("mlp", build_mlp, shapes.BLOCKS, budget=480.0, case=12.0),
+    "conv": _benchmark("conv", build_conv, shapes.CONVOLUTIONS, budget=240.0, case=2.0),
 }

@@ -14,9 +14,7 @@ from typing import Any
 import torch
 
 # Memory size, socket and marketing words say nothing that tells results apart.
-_NOISE = re.compile(
-    r"\(R\)|\(TM\)|@.*|\b(\d+GB|\d+-Core|HBM\w*|SXM\w*|PCIe|NVL|CPU|Processor|Graphics)\b", re.IGNORECASE
-)
+_NOISE = re.compile(r"(?i)\(R\)|\(TM\)|@.*|\b(\d+GB|\d+-Core|HBM\w*|SXM\w*|PCIe|NVL|CPU|Processor|Graphics)\b")
 
 
 def device_name(device: torch.device) -> str:
@@ -39,11 +37,6 @@ def slug(device: torch.device, threads: int) -> str:
 def _instructions() -> str:
     """The vector instructions that PyTorch uses here: processors of one name differ in them, and results with them."""
     return torch.backends.cpu.get_cpu_capability().lower()
-
-
-def _load_average() -> float | None:
-    """Processes that wanted to run in the last minute; on an idle machine, started from there, about 0."""
-    return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
 @functools.cache
@@ -75,7 +68,8 @@ def describe(device: torch.device) -> dict[str, Any]:
     return {
         "device": {"kind": device.type, "name": name, "slug": slug(device, threads)},
         "threads": threads,
-        "load_average": _load_average(),
+        # Processes that wanted to run in the last minute; on an idle machine, started from there, about 0.
+        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
         "keeps_freed_memory": keep_freed_memory(),
         "versions": {
             "python": platform.python_version(),

@@ -191,6 +191,13 @@ class Above(torch.autograd.Function):
         return ctx.dy, None
 
 
+def step(forward: Callable[[], Tensor], dy: Tensor, leaves: Iterable[Tensor]) -> None:
+    """A forward and a backward pass, as in a network nobody holds the output; leaves have no gradients afterwards."""
+    Above.apply(forward(), dy).backward()
+    for leaf in leaves:
+        leaf.grad = None
+
+
 def _warm_up(function: Callable[[], Any], device: torch.device, calls: int) -> float:
     """Run until caches, allocator and clocks have settled, and return the seconds of one call."""
     seconds: list[float] = []
@@ -238,8 +245,8 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def compiled(module: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """``torch.compile`` of a module, by code that no other has.
+def compiled(module: Callable[..., Any], part: float = 1.0, **options: Any) -> Callable[..., Any]:
+    """``torch.compile`` of a module, by code that no other has; ``part``: the budget, which it asks for at each call.
 
     The compiler keeps what it has compiled by code objects, and what it guards does not tell copies of a module apart
     that share their parameters: of several variants all would run what was compiled last.
@@ -251,4 +258,5 @@ def compiled(module: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     name = f"forward_{next(_NUMBERS)}"
     code = forward.__code__.replace(co_name=name, co_qualname=name)
     own = types.FunctionType(code, forward.__globals__, name, None, forward.__closure__)
-    return torch.compile(own, dynamic=False, **options)
+    call = torch.compile(own, dynamic=False, **options)
+    return call if part == 1.0 else torch._functorch.config.patch(activation_memory_budget=part)(call)

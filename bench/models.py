@@ -34,7 +34,6 @@ DEFINITIONS = {
 DTYPES = ("float32", "autocast")
 #: By how much a GPU's batch is larger: with less its host has more to do than itself.
 BATCH_ON_GPUS = 32
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,7 @@ def cases(kind: str) -> list[Case]:
 
 def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
     """The JSON row of a case."""
-    torch.manual_seed(SEED)
-    with setting.device:
-        model = case.make().train()
-        for module in model.modules():
-            if isinstance(module, nn.BatchNorm2d):
-                module.reset_parameters()  # to weights of 1, for which EfficientNet of transformers has N(0, .02)
-        x = torch.randint(3, 100, case.input) if len(case.input) == 2 else torch.randn(case.input)
+    model, x = zoo.build(case.make, case.input, device=setting.device)
     makers = {
         name: partial(variant, name, model, x, is_autocast=case.dtype == "autocast")
         for name in VARIANTS
@@ -105,8 +98,7 @@ def variant(name: str, model: nn.Module, x: Tensor, *, is_autocast: bool) -> Var
 
     def forward() -> Tensor:
         with torch.autocast(x.device.type, torch.bfloat16, enabled=is_autocast):
-            y = call(x)
-        return y if isinstance(y, Tensor) else y[0]
+            return zoo.first(call(x))
 
     def step() -> None:
         forward().float().square().mean().backward()

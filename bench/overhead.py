@@ -18,13 +18,13 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fusedlayers as fl
+from fusedlayers.activations import resolve
 from fusedlayers.recipes import masks, region
 
-from . import measure, reference, zoo
+from . import grid, measure, reference, zoo
 from .grid import Benchmark
 from .measure import Setting, Variant
 
@@ -42,17 +42,9 @@ TARGETS = {
 }
 #: The gated blocks of transformers.
 GATED = {"bert": False, "llama": True}
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
-    "tanh": torch.tanh,
-    "sigmoid": torch.sigmoid,
-    "elu": F.elu,
-    "leaky_relu": F.leaky_relu,
-    "gelu": F.gelu,
-    "silu": F.silu,
-}
 FOLDED = ("gelu", "silu")
 #: Of the larger calls.
+ACTIVATIONS = ("relu", "tanh", "sigmoid", "elu", "leaky_relu", *FOLDED)
 ELEMENTS = 131072
 #: How far outputs and gradients may be from eager's, by their norms, and be worth timing: no test of accuracy.
 SAME = 1e-4
@@ -70,18 +62,13 @@ BETWEEN_LAYERS: dict[str, Callable[[], nn.Module]] = {"gelu": nn.GELU, "silu": n
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(grid.Case):
     """``elements``: of the output; of MLPs, of the hidden layer."""
 
     group: str
     operation: str
     activation: str
     elements: int
-
-    @property
-    def id(self) -> str:
-        """Group, operation, activation and size: ``fused/dense/relu/131072``."""
-        return f"{self.group}/{self.operation}/{self.activation}/{self.elements}"
 
 
 def cases() -> Iterator[Case]:
@@ -110,14 +97,9 @@ def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
     eager, ours, tensors = build(case, setting.device)
     dy = torch.randn_like(eager())
     makers = {name: partial(_variant, call, tensors, dy) for name, call in ((EAGER, eager), (OURS, ours))}
-    return {
-        "id": case.id,
-        "group": case.group,
-        "operation": case.operation,
-        "activation": case.activation,
-        "elements": case.elements,
-        "variants": measure.compare(makers, setting, allowed=SAME, max_rounds=2000, host=setting.device.type == "cuda"),
-    }
+    is_cuda = setting.device.type == "cuda"
+    found = measure.compare(makers, setting, allowed=SAME, max_rounds=2000, host=is_cuda)
+    return {"id": case.id, **vars(case), "variants": found}
 
 
 def _variant(call: Callable[[], Tensor], tensors: tuple[Tensor, ...], dy: Tensor) -> Variant:
@@ -191,7 +173,7 @@ def build(case: Case, device: torch.device) -> Built:
         tensors = [randn(elements // 256, 64), *(tensor for pair in pairs for tensor in pair)]
     operation = {"dense": "dense_bias_act", "conv": "conv_bias_act"}.get(case.operation, case.operation)
     more = {"padding": 1} if case.operation == "conv" else {}
-    eager = partial(getattr(reference, operation), function=ACTIVATIONS[name], **more)
+    eager = partial(getattr(reference, operation), function=resolve(name).plain, **more)
     return both(eager, partial(getattr(fl, operation), activation=name, **more), *tensors)
 
 

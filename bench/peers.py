@@ -52,23 +52,6 @@ class Block:
     peers: Mapping[str, Build]
 
 
-def _compiled(module: nn.Module, part: float = 1.0) -> Forward:
-    from torch._functorch import config
-
-    compiled = measure.compiled(module)
-
-    def forward(x: Tensor) -> Tensor:
-        with config.patch(activation_memory_budget=part):
-            y: Tensor = compiled(x)
-        return y
-
-    return forward
-
-
-def _checkpointed(module: nn.Module) -> Forward:
-    return partial(checkpoint, module, use_reentrant=False)
-
-
 def _fused_mlp(module: MLP, **options: Any) -> Forward:
     return fl.FusedMLP.from_modules(module.up, module.act, module.down, **options)
 
@@ -92,9 +75,9 @@ def _liger(module: GatedMLP) -> Forward:
 #: What every block is measured with; each has its own beside these.
 VARIANTS: dict[str, Build] = {
     "eager": lambda module: module,
-    "compile": _compiled,
-    "compile, budget": partial(_compiled, part=HALF),
-    "checkpoint": _checkpointed,
+    "compile": measure.compiled,
+    "compile, budget": partial(measure.compiled, part=HALF),
+    "checkpoint": lambda module: partial(checkpoint, module, use_reentrant=False),
 }
 _OF_MLP: dict[str, Build] = {
     "optiacts": _optiacts,
@@ -132,8 +115,9 @@ def measure_block(block: Block, setting: Setting) -> dict[str, Any]:
         errors[name] = float((_gradient(forward, x, dy).double() - exact).norm() / exact.norm())
         if not errors[name] <= SAME:
             raise ArithmeticError(f"the gradient errs by {errors[name]:.1e} of its norm")
-        step = partial(_step, forward, x, dy, [x, *own.parameters()])
-        return Variant({"forward_backward": step}, forward=partial(forward, x), own=[own, x], step=step)
+        run = partial(forward, x)
+        step = partial(measure.step, run, dy, [x, *own.parameters()])
+        return Variant({"forward_backward": step}, forward=run, own=[own, x], step=step)
 
     makers = {name: partial(make, name, build) for name, build in {**VARIANTS, **block.peers}.items()}
     found = measure.compare(makers, setting, min_rounds=7, max_rounds=100)
@@ -141,12 +125,6 @@ def measure_block(block: Block, setting: Setting) -> dict[str, Any]:
         if "forward_backward" in row:
             row["gradient_error"] = float(f"{errors[name]:.3g}")
     return {"id": block.id, "input": list(shape), "dtype": str(dtype).removeprefix("torch."), "variants": found}
-
-
-def _step(forward: Forward, x: Tensor, dy: Tensor, leaves: list[Tensor]) -> None:
-    measure.Above.apply(forward(x), dy).backward()
-    for leaf in leaves:
-        leaf.grad = None
 
 
 def _gradient(forward: Forward, x: Tensor, dy: Tensor) -> Tensor:

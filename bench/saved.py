@@ -7,15 +7,14 @@ by saved-tensor hooks around it, by storage (``hooks``); and by the storages tha
 """
 
 import gc
-import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import fusedlayers as fl
 from fusedlayers.recipes.fuse_report import count
@@ -24,6 +23,7 @@ from fusedlayers.utils.storages import sizes_of, tensors_in
 from . import zoo
 from .grid import Benchmark
 from .measure import Setting
+from .models import Case
 from .zoo import of_transformers as hf
 
 BASELINE, OURS = VARIANTS = ("eager", "fusedlayers")
@@ -35,38 +35,23 @@ DEFINITIONS = {
     "living": "by the storages that are alive after the forward pass, without the result's",
 }
 DTYPES = ("float32", "bfloat16", "autocast")
-SEED = 0
-
-
-@dataclass(frozen=True)
-class Case:
-    model: str
-    make: Callable[[], nn.Module]
-    input: Callable[[], Tensor]
-    dtype: str = "float32"
-
-    @property
-    def id(self) -> str:
-        return f"{re.sub('[^a-z0-9]+', '-', self.model.lower())}/{self.dtype}"
-
-
-_TOKENS, _IMAGES = partial(torch.randint, 0, 100, (2, 256)), partial(torch.randn, 2, 3, 128, 128)
+_TOKENS, _IMAGES = (2, 256), (2, 3, 128, 128)
 _EFFICIENTNET = {**zoo.EFFICIENTNET, "image_size": 128, "drop_connect_rate": 0.0}
 _SNAKES = partial(zoo.convolutions, act=zoo.Snake)
 CASES = (
     Case("BERT", hf("Bert", **zoo.SMALL_BERT, **zoo.NO_DROPOUT), _TOKENS),
     Case("BERT with dropouts", hf("Bert", **zoo.SMALL_BERT), _TOKENS),
     Case("LLaMA", hf("Llama", **zoo.SMALL_LLAMA), _TOKENS),
-    Case("Mistral, 1024 wide", hf("Mistral", **zoo.MISTRAL), partial(torch.randint, 0, 100, (1, 1024))),
+    Case("Mistral, 1024 wide", hf("Mistral", **zoo.MISTRAL), (1, 1024)),
     Case("Qwen 3", hf("Qwen3", **zoo.SMALL_LLAMA, num_key_value_heads=2, head_dim=64), _TOKENS),
     Case("Gemma 3", hf("Gemma3Text", **zoo.SMALL_LLAMA, num_key_value_heads=2, head_dim=64), _TOKENS),
     Case("EfficientNet-B0", hf("EfficientNet", **_EFFICIENTNET), _IMAGES),
     Case("MobileNetV2", hf("MobileNetV2"), _IMAGES),
     Case("ConvNeXt", hf("ConvNext", depths=[1, 1, 2, 1]), _IMAGES),
     Case("ResNet-50", hf("ResNet"), _IMAGES),
-    Case("diffusion blocks", zoo.Diffusion, partial(torch.randn, 2, 64, 16, 16)),
-    Case("convolution, batch norm, SiLU", zoo.convolutions, partial(torch.randn, 4, 32, 24, 24)),
-    Case("convolution, batch norm, trained activation", _SNAKES, partial(torch.randn, 4, 32, 24, 24)),
+    Case("diffusion blocks", zoo.Diffusion, (2, 64, 16, 16)),
+    Case("convolution, batch norm, SiLU", zoo.convolutions, (4, 32, 24, 24)),
+    Case("convolution, batch norm, trained activation", _SNAKES, (4, 32, 24, 24)),
 )
 
 
@@ -78,18 +63,15 @@ def line(row: dict[str, Any]) -> Iterator[str]:
 
 def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
     """The JSON row of a case."""
-    torch.manual_seed(SEED)
-    model, x, dtype = case.make().train(), case.input(), case.dtype
-    if dtype == "bfloat16":
-        model, x = model.bfloat16(), x.bfloat16() if x.is_floating_point() else x
+    dtype = torch.bfloat16 if case.dtype == "bfloat16" else torch.float32
+    model, x = zoo.build(case.make, case.input, dtype=dtype)
 
     def run() -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "autocast"):
-            y: Any = model(x)
-        return getattr(y, "last_hidden_state", y)  # type: ignore[no-any-return]
+        with torch.autocast("cpu", torch.bfloat16, enabled=case.dtype == "autocast"):
+            return zoo.first(model(x))
 
     own = [*tensors_in(model), x]
-    row: dict[str, Any] = {"id": case.id, "model": case.model, "dtype": dtype}
+    row: dict[str, Any] = {"id": case.id, "model": case.model, "dtype": case.dtype}
     for variant in VARIANTS:
         if variant == OURS:
             fl.fuse(model)

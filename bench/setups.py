@@ -19,7 +19,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import fusedlayers as fl
 
-from . import measure, zoo
+from . import grid, measure, zoo
 from .grid import Benchmark
 from .measure import Setting, Variant
 from .zoo import of_transformers as hf
@@ -32,7 +32,6 @@ DEFINITIONS = {
     "peak_bytes": "at the worst moment of forward+backward, beside parameters and gradients",
     "ratio": "median over rounds of time / eager's time in the same round, with quartiles",
 }
-SEED = 0
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,12 @@ class Model:
     """``blocks``: the path of its list of blocks; ``projections``: the names of what LoRA adapts, q and v first."""
 
     make: Callable[[], nn.Module]
-    input: Callable[[], Tensor]
+    input: tuple[int, ...]
     blocks: str = ""
     projections: tuple[str, ...] = ()
 
 
-_TOKENS, _IMAGES = partial(torch.randint, 0, 100, (4, 256)), partial(torch.randn, 4, 3, 128, 128)
+_TOKENS, _IMAGES = (4, 256), (4, 3, 128, 128)
 _SIZES = {"num_hidden_layers": 4}
 MODELS = {
     "BERT": Model(
@@ -60,7 +59,7 @@ MODELS = {
         hf("ViT", **{**zoo.SMALL_BERT, **_SIZES}, image_size=128, patch_size=8, **zoo.NO_DROPOUT), _IMAGES,
         "layers", ("q_proj", "v_proj", "k_proj", "o_proj", "fc1", "fc2"),
     ),
-    "UNet": Model(zoo.UNet, partial(torch.randn, 4, 3, 64, 64)),
+    "UNet": Model(zoo.UNet, (4, 3, 64, 64)),
 }  # fmt: skip
 
 
@@ -69,10 +68,6 @@ MODELS = {
 
 class Unsuited(Exception):  # noqa: N818  # no error: the cell of the table says so
     """The setup is none for this model."""
-
-
-def _as_it_is(model: Any, of: Model) -> Any:
-    return model
 
 
 def _bfloat16(model: Any, of: Model) -> Any:
@@ -147,7 +142,7 @@ def _averaged(model: Any, of: Model) -> Any:
 class Setup:
     """``prepare``: of a model; ``is_before``: whether fuse is called before it; ``around``: what a pass runs in."""
 
-    prepare: Callable[[Any, Model], Any] = _as_it_is
+    prepare: Callable[[Any, Model], Any] = lambda model, of: model
     is_before: bool = False
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
@@ -174,18 +169,14 @@ SETUPS = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(grid.Case):
     model: str
     setup: str
-
-    @property
-    def id(self) -> str:
-        return f"{self.model}/{self.setup}"
 
 
 def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
     """The JSON row of a case."""
-    row: dict[str, Any] = {"id": case.id, "model": case.model, "setup": case.setup}
+    row: dict[str, Any] = {"id": case.id, **vars(case)}
     makers = {name: partial(_variant, name, MODELS[case.model], SETUPS[case.setup]) for name in VARIANTS}
     try:
         return {**row, "variants": measure.compare(makers, setting, min_rounds=5, max_rounds=60, warm_up=2)}
@@ -194,8 +185,8 @@ def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
 
 
 def _variant(name: str, of: Model, setup: Setup) -> Variant:
-    torch.manual_seed(SEED)
-    model, x = of.make().train(), of.input()
+    model: Any
+    model, x = zoo.build(of.make, of.input)
     if name == OURS and setup.is_before:
         fl.fuse(model)
     model = setup.prepare(model, of)
@@ -207,13 +198,12 @@ def _variant(name: str, of: Model, setup: Setup) -> Variant:
 
     def forward() -> Tensor:
         with setup.around():
-            y: Any = model(x)
-            return y if isinstance(y, Tensor) else y[0]
+            return zoo.first(model(x))
 
     def step() -> None:
         with setup.around():
-            y: Any = model(x)
-            loss = (y if isinstance(y, Tensor) else y[0]).float().square().mean()
+            y = model(x)  # held while backward runs, as a training loop does
+            loss = zoo.first(y).float().square().mean()
         loss.backward()
 
     def results() -> list[Tensor]:

@@ -30,13 +30,11 @@ def markdown(columns: Sequence[str], rows: Iterable[Sequence[str]], *, texts: in
     return "\n".join((head, rule.replace(" ", ""), *body))
 
 
-def _tables(
-    results: Path, subject: str, table: Callable[[dict[str, Any]], str], command: str = "", most: int | None = None
-) -> str:
+def _tables(results: Path, subject: str, table: Callable[[dict[str, Any]], str], most: int | None = None) -> str:
     """A table for each device with a committed run, or for the first of them."""
     runs = committed(results, subject)
     if not runs:
-        return f"No result is committed yet; `python -m bench {command or subject}` makes one."
+        return f"No result is committed yet; `python -m bench {subject.replace('_', '-')}` makes one."
     return "\n\n".join(f"{measured_on(run)}\n\n{table(run)}" for run in runs[:most])
 
 
@@ -136,22 +134,21 @@ def small_calls_table(run: dict[str, Any]) -> str:
     return markdown([call, "with backward: eager", "**here**", "without: eager", "**here**"], rows)
 
 
-def accuracy_table(results: Path) -> str:
+def accuracy_table(run: dict[str, Any]) -> str:
     """The derivative of a folded activation, from one run: every device computes the same within rounding."""
-    runs = committed(results, "accuracy")
-    if not runs:
-        return "No result is committed yet; `python -m bench accuracy` makes one."
-    run, rows = runs[0], []
+    names = {
+        "output_rms": "output, rms",
+        "derivative_rms": "derivative, relative rms",
+        "derivative_max": "derivative, largest",
+    }
+    columns, rows = [f"{run['count']:,} inputs"], []
+    for name in names.values():
+        columns += [f"{name}: eager", "**here**"]
     for case in run["cases"]:
         if case["activation"] == "gelu":
-            keys = ("output_rms", "derivative_rms", "derivative_max")
-            errors = [f"{case[variant][key]:.1e}" for key in keys for variant in ("eager", "fusedlayers")]
-            rows.append([f"{case['activation']}, {case['dtype']}", *errors])
-    of = ("output, rms: eager", "derivative, relative rms: eager", "derivative, largest: eager")
-    columns = [column for name in of for column in (name, "**here**")]
-    where = f"{run['device']['name']}, torch {run['versions']['torch'].split('+')[0]}"
-    head = f"Errors against float64, for {run['count']:,} inputs of unit variance ({where}):"
-    return f"{head}\n\n{markdown(['activation, dtype', *columns], rows)}"
+            errors = [f"{case[variant][key]:.1e}" for key in names for variant in ("eager", "fusedlayers")]
+            rows.append([f"gelu, {case['dtype']}", *errors])
+    return markdown(columns, rows)
 
 
 # --- whole models -----------------------------------------------------------------------------------------------------
@@ -177,14 +174,11 @@ def saved_table(run: dict[str, Any]) -> str:
     dtypes = {"float32": "float32", "bfloat16": "bfloat16", "autocast": "autocast to bfloat16"}
     models: dict[str, dict[str, str]] = {}
     for row in run["cases"]:
-        models.setdefault(row["model"], {})[row["dtype"]] = _saved(row)
+        before, ours = (row[variant]["hooks"] for variant in ("eager", "fusedlayers"))
+        change = f"{round(100 * (ours - before) / before):+d} %"
+        models.setdefault(row["model"], {})[row["dtype"]] = f"{before / 2**20:.1f}, **{ours / 2**20:.1f}** ({change})"
     columns = ["Saved MiB: PyTorch, **`fuse`**", *dtypes.values()]
     return markdown(columns, ([model, *(cells[dtype] for dtype in dtypes)] for model, cells in models.items()))
-
-
-def _saved(row: dict[str, Any]) -> str:
-    before, ours = (row[variant]["hooks"] for variant in ("eager", "fusedlayers"))
-    return f"{before / 2**20:.1f}, **{ours / 2**20:.1f}** ({round(100 * (ours - before) / before):+d} %)"
 
 
 def setups_table(run: dict[str, Any]) -> str:
@@ -365,12 +359,12 @@ def containers_table(run: dict[str, Any]) -> str:
 _dense = partial(layers_table, title="Linear + activation (rows)", wanted=shapes.LAYERS)
 _conv = partial(layers_table, title="Convolution + activation", wanted=shapes.CONVOLUTIONS)
 TABLES: dict[str, Callable[[Path], str]] = {
-    "accuracy": accuracy_table,
+    "accuracy": partial(_tables, subject="accuracy", table=accuracy_table, most=1),
     "conv": partial(_tables, subject="conv", table=_conv),
     "containers": partial(_tables, subject="containers", table=containers_table),
     "dense": partial(_tables, subject="dense", table=_dense),
     "fit": partial(_tables, subject="fit", table=fit_table),
-    "fit_compiled": partial(_tables, subject="fit_compiled", table=fit_table, command="fit-compiled"),
+    "fit_compiled": partial(_tables, subject="fit_compiled", table=fit_table),
     "mlp": partial(_tables, subject="mlp", table=mlp_table),
     "models": partial(_tables, subject="models", table=models_table),
     "setups": partial(_tables, subject="setups", table=setups_table),

@@ -24,6 +24,25 @@ def of_transformers(name: str, **sizes: Any) -> Callable[[], nn.Module]:
     return make
 
 
+def build(
+    make: Callable[[], nn.Module], shape: tuple[int, ...], *, device: Any = "cpu", dtype: torch.dtype = torch.float32
+) -> tuple[nn.Module, Tensor]:
+    """A model in training mode and its input: token ids where the shape has two sizes."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = make().train()
+        for module in model.modules():
+            if isinstance(module, nn.BatchNorm2d):
+                module.reset_parameters()  # to weights of 1, for which EfficientNet of transformers has N(0, .02)
+        x = torch.randint(3, 100, shape) if len(shape) == 2 else torch.randn(shape)
+    return model.to(dtype), x.to(dtype) if x.is_floating_point() else x
+
+
+def first(result: Any) -> Tensor:
+    """The tensor of a model's result, or the first of them."""
+    return result if isinstance(result, Tensor) else result[0]
+
+
 def twin(model: nn.Module) -> nn.Module:
     """A copy that shares the parameters."""
     return copy.deepcopy(model, {id(parameter): parameter for parameter in model.parameters()})

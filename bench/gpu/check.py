@@ -214,13 +214,9 @@ def _process(
 ) -> Iterator["subprocess.Popen[bytes]"]:
     """A process in the repository's root whose words go to ``log``; at the end it is killed, with its children."""
     with log.open("ab") as output:
+        # A session of its own: so signals reach the compiler's and pytest's worker processes too.
         process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=environment,
-            stdout=output if stdout is None else stdout,
-            stderr=output,
-            start_new_session=True,  # so that signals reach the compiler's and pytest's worker processes too
+            command, cwd=ROOT, env=environment, stdout=stdout or output, stderr=output, start_new_session=True
         )
         try:
             yield process

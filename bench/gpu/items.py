@@ -26,7 +26,8 @@ Findings = dict[str, Any]
 
 class Case(NamedTuple):
     id: str
-    run: Callable[[], Findings]
+    #: What it finds beside that it passes, if anything.
+    run: Callable[[], Findings | None]
 
 
 class Wrong(Exception):
@@ -61,7 +62,7 @@ def run_item(name: str, cases: Iterable[Case], done: Sequence[str]) -> int:
             found = case.run()
             if not is_fake():
                 torch.cuda.synchronize()
-            state: dict[str, Any] = {"state": "passed", **found}
+            state: dict[str, Any] = {"state": "passed", **(found or {})}
         except Exception as error:
             failed += 1
             where = traceback.extract_tb(error.__traceback__)[-1]

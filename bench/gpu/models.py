@@ -205,7 +205,7 @@ def _same_bits(name: str, way: str) -> Findings:
     return {"share": round(saved_bytes(lambda: loss(model), exclude=[model]) / eager, 3), "unstable": again}
 
 
-def _two_streams() -> Findings:
+def _two_streams() -> None:
     """Branches on two streams read values that were made on one."""
     model, act, found = nn.Linear(2048, 2048).to(device()), zoo.Snake().to(device()), list[list[Tensor]]()
     both, x = nn.ModuleList([model, act]), normal(2048, 2048, dtype=torch.float32)
@@ -213,7 +213,7 @@ def _two_streams() -> Findings:
         if is_fused:
             fl.fuse(both)
         if is_fake():
-            return {}
+            return
         side = torch.cuda.Stream()
         with fl.save_once() if is_fused else contextlib.nullcontext():
             h = act(model(x))
@@ -224,10 +224,9 @@ def _two_streams() -> Findings:
             torch.cuda.current_stream().wait_stream(side)
         found.append([*torch.autograd.grad(a + b, [*both.parameters()])])
     measure.expect_same(found[1], found[0], 0.0)
-    return {}
 
 
-def _no_waiting() -> Findings:
+def _no_waiting() -> None:
     """The host waits for nothing in a step with an optimizer."""
     model, loss = _model(SPELLED)
     fl.fuse(model)
@@ -240,13 +239,12 @@ def _no_waiting() -> Findings:
 
     step()
     if is_fake():
-        return {}
+        return
     torch.cuda.set_sync_debug_mode("error")
     try:
         step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    return {}
 
 
 # --- where kernels run ------------------------------------------------------------------------------------------------
@@ -298,11 +296,11 @@ def contexts() -> Iterator[Case]:
     yield Case("out of memory", _out_of_memory)
 
 
-def _in_a_graph(make: Callable[..., Step]) -> Findings:
+def _in_a_graph(make: Callable[..., Step]) -> None:
     step = make()
     step.run()
     if is_fake():
-        return {}
+        return
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -317,14 +315,13 @@ def _in_a_graph(make: Callable[..., Step]) -> Findings:
         step.x.mul_(0.5)
     graph.replay()
     measure.expect_same(captured, step.run(), step.allowed)
-    return {}
 
 
-def _on_a_stream(make: Callable[..., Step]) -> Findings:
+def _on_a_stream(make: Callable[..., Step]) -> None:
     step = make()
     expected = step.run()
     if is_fake():
-        return {}
+        return
     stream = torch.cuda.Stream()
     for _ in range(10):
         stream.wait_stream(torch.cuda.current_stream())
@@ -332,10 +329,9 @@ def _on_a_stream(make: Callable[..., Step]) -> Findings:
             found = step.run()
         torch.cuda.current_stream().wait_stream(stream)
         measure.expect_same(found, expected, step.allowed)
-    return {}
 
 
-def _on_threads(make: Callable[..., Step]) -> Findings:
+def _on_threads(make: Callable[..., Step]) -> None:
     errors: list[str] = []
 
     def work(step: Step) -> None:
@@ -353,14 +349,13 @@ def _on_threads(make: Callable[..., Step]) -> Findings:
         thread.join()
     if errors:
         raise Wrong("; ".join(errors))
-    return {}
 
 
-def _out_of_memory() -> Findings:
+def _out_of_memory() -> None:
     step = _dense()
     expected = step.run()
     if is_fake():
-        return {}
+        return
     z = torch.zeros(1 << 28, dtype=torch.bfloat16, device="cuda").requires_grad_()
     held: list[Any] = []
     with contextlib.suppress(torch.OutOfMemoryError):
@@ -372,5 +367,5 @@ def _out_of_memory() -> Findings:
         held.clear()
         torch.cuda.empty_cache()
         measure.expect_same(step.run(), expected, 0.0)
-        return {}
+        return
     raise Wrong("512 MiB were found where less than 256 were free")
