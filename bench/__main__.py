@@ -13,6 +13,7 @@ COMMANDS = {
     "conv": ("layers", "the same of convolutions"),
     "models": ("models", "whole models, eager and after fuse: bytes, time"),
     "saved": ("saved", "whole models before and after fuse: bytes by three counts"),
+    "architectures": ("architectures", "fuse on each architecture of transformers: bits, saved bytes"),
     "setups": ("setups", "small models as people train them, before and after fuse: bytes, peaks, time"),
     "fit": ("fit", "whole models within budgets: fit, and checkpoints of blocks"),
     "fit-compiled": ("fit", "the same with torch.compile's budget and fit_compiled; minutes a case on a CPU"),

@@ -43,8 +43,8 @@ TARGETS = {
 #: The gated blocks of transformers.
 GATED = {"bert": False, "llama": True}
 FOLDED = ("gelu", "silu")
-#: Of the larger calls.
 ACTIVATIONS = ("relu", "tanh", "sigmoid", "elu", "leaky_relu", *FOLDED)
+#: Of the larger calls.
 ELEMENTS = 131072
 #: How far outputs and gradients may be from eager's, by their norms, and be worth timing: no test of accuracy.
 SAME = 1e-4

@@ -31,9 +31,10 @@ from fusedlayers.calls.tracers import with_operands
 from fusedlayers.kernels.triton import tiles
 
 sys.path.append(str(Path(__file__).parents[2]))
+import machine_code
 from literature import PUBLISHED
 
-from bench import elementwise_recipe, machine_code
+from bench import elementwise_recipe
 from bench.elementwise_recipe import TARGETS
 from bench.reference import CUSTOM_ACTIVATIONS
 
