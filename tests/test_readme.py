@@ -4,6 +4,7 @@ import inspect
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -232,6 +233,17 @@ def test_models_save_as_much_less_as_was_measured() -> None:
     assert [*map(int, said)] == [round(end(peaks)) for end in (min, max)]
     (said,) = re.findall(r"take (\S+) to (\S+) and (\S+) to (\S+) times as long on two machines,", words)
     assert [*map(float, said)] == [round(end(found), 2) for found in times.values() for end in (min, max)]
+
+
+def test_architectures_are_as_many_as_were_compared() -> None:
+    (path,) = RESULTS.glob("*-threads/architectures.json")
+    result = json.loads(path.read_text(encoding="utf-8"))
+    rows = [row for row in result["cases"] if "same" in row]
+    sizes = [[now / before for before, now in row["saved_bytes"].values()] for row in rows]
+    assert result["not_run"] == [] and all(all(row["same"].values()) for row in rows) and max(map(max, sizes)) <= 1
+    medians = " and ".join(f"{statistics.median(of):.2f}".lstrip("0") for of in zip(*sizes, strict=True))
+    said = f"All {len(rows)} architectures of transformers that train at a small size here (of {len(result['cases'])};"
+    assert said in README and f"save {medians} of PyTorch's bytes (medians)" in README
 
 
 def test_fit_takes_as_long_as_was_measured() -> None:
