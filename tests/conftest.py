@@ -112,10 +112,11 @@ def nothing_outlives_a_test() -> Iterator[None]:
 
 @pytest.fixture
 def small_values_are_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recipes are made for values of 64 bytes or more."""
-    from fusedlayers.recipes import region
+    """Recipes are made for values of 64 bytes or more, and second runs of leaves stop from 4 KiB on."""
+    from fusedlayers.recipes import region, second_run
 
     monkeypatch.setattr(region, "LEAST_BYTES", 1 << 6)
+    monkeypatch.setattr(second_run, "STOPPED_BYTES", 1 << 12)
 
 
 Switch = Callable[[bool], None]

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 import fusedlayers as fl
 from fusedlayers.memory import peak_bytes, saved_bytes
-from fusedlayers.recipes import region
+from fusedlayers.recipes import region, second_run
 
 WIDTH = 64
 
@@ -98,7 +98,11 @@ def test_a_backward_pass_runs_it_once_and_the_result_is_made_by_that_run(x: Tens
     assert same(model, x)
 
 
-def test_a_run_ends_behind_the_last_value_that_is_read(x: Tensor) -> None:
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_run_ends_behind_the_last_large_value_that_is_read(
+    is_large: bool, x: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(second_run, "STOPPED_BYTES", x.nbytes if is_large else x.nbytes + 1)
     ends: list[str] = []
 
     class Long(Counted):
@@ -111,7 +115,7 @@ def test_a_run_ends_behind_the_last_value_that_is_read(x: Tensor) -> None:
     model[1].end = ends.append  # type: ignore[assignment]
     fl.fuse(model)
     model(x).sum().backward()
-    assert ends == ["reached"] and len(model[1].runs) == 2  # type: ignore[arg-type]
+    assert len(ends) == 2 - is_large and len(model[1].runs) == 2  # type: ignore[arg-type]
 
 
 def test_the_peak_of_a_step_is_not_above_eagers(x: Tensor) -> None:
