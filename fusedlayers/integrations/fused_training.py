@@ -49,7 +49,7 @@ class FusedTraining:
         self.report, self.fit_budget = report, fit_budget
         self._hooks: list[Any] = []
         self._before: list[Patch] = []
-        self._model: Any = object
+        self._model: Any = object  # weakly the model that it has fused; called, it makes none yet
 
     def begin(self, model: Any, run: object) -> None:
         """Fuse the model, unless its user has, or has fitted it. ``run`` is an object that belongs to one training.
