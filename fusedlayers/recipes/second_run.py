@@ -55,8 +55,8 @@ def is_running_again() -> bool:
 class Call:
     """A call of a leaf: what it has found in the module (``leaf``), and how it was called."""
 
-    def __init__(self, leaf: Leaf, tensors: Sequence[Tensor]) -> None:
-        self.leaf = leaf
+    def __init__(self, leaf: Leaf, tensors: Sequence[Tensor], kinds: Any) -> None:
+        self.leaf, self.kinds = leaf, kinds
         # Optimizers that step in backward write to a parameter before the leaf has run again.
         self._tensors = [t.detach().clone() if t._post_accumulate_grad_hooks else t for t in leaf.tensors]
         self._versions = [t._version for t in self._tensors]
