@@ -289,15 +289,16 @@ def saved_number(node: Any, name: str) -> Any:
         TypeError: it is something else.
     """
     value = getattr(node, SAVED + name)
-    return value if type(value) in (float, str) else _plain(value)
+    return [*map(_plain, value)] if type(value) in (tuple, list) else _plain(value)
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, tuple | list):
-        return [_plain(number) for number in value]
-    if not (value is None or isinstance(value, int | float | str)):
+    kind = type(value)
+    if kind is int:
+        return value - (1 << 64) if value >= 1 << 63 else value
+    if kind not in (float, str, bool) and value is not None:
         raise TypeError(f"{value!r} is no number")
-    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
+    return value
 
 
 # --- operators --------------------------------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .._torch import RAW_SAVED, SAVED, results_of, saved_number
@@ -149,9 +148,12 @@ def _parameter(region: Region, node: Any, name: str, facts: dict[str, Any]) -> A
         return _UNKNOWN if value is not None and value.is_edited else value
     if region.is_sharded:
         return _UNKNOWN
+    value = region.saved(node, name)
+    if value is not None:
+        return value
     raw = getattr(node, RAW_SAVED + name, None)
     if raw is not None:
-        return region.saved(node, name) or (None if raw.data is None else _UNKNOWN)  # which was written to
+        return None if raw.data is None else _UNKNOWN  # which was written to
     if len(node.next_functions) < 3:  # an RMS norm, which has no bias
         return None
     return region.parameter(node, 2) or region.operand(node, 2) or _UNKNOWN
@@ -200,8 +202,8 @@ def _group_norm(node: Any, eps: float) -> Callable[..., Tensor]:
 
 #: By the node's name.
 NORM_REPLAYS: dict[str, Rule] = {
-    "NativeLayerNormBackward0": _norm(_of_rows(F.layer_norm)),
-    "FusedRmsNormBackward0": _norm(_of_rows(F.rms_norm)),
+    "NativeLayerNormBackward0": _norm(_of_rows(torch.layer_norm)),
+    "FusedRmsNormBackward0": _norm(_of_rows(torch.rms_norm)),
     "NativeGroupNormBackward0": _norm(_group_norm),
     "NativeBatchNormBackward0": _norm(_batch_norm, statistics=("result1", "result2")),
     "CudnnBatchNormBackward0": _norm(_batch_norm),
