@@ -8,8 +8,8 @@ bookkeeping, hardly arithmetic. Groups of calls:
   too, so that nothing is gained but memory;
 * ``folded``: the same with activations whose minimum is folded, which pay for the branch bit; without a target;
 * ``region``: an activation between two dense layers of a model that ``fuse`` has seen, against the same model;
-* ``bert layer``, ``llama layer``, ``autocast layer``: a fused block of a transformer of tiny sizes, in which everything
-  that can be replayed is, however small, so that the time is the host's work.
+* ``bert layers``, ``llama layers``, ``autocast layers``: ``LAYERS`` fused blocks of a transformer of tiny sizes, in
+  which everything that can be replayed is, however small, so that the time is the host's work.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,10 +35,12 @@ DEFINITIONS = {
     "ratio": "median over rounds of time / eager's time in the same round, with quartiles",
     "over_eager_us": "median over rounds of time - eager's time in the same round",
 }
+#: Of a transformer.
+LAYERS = 4
 #: Group -> a call keeps its promise if it takes at most this many times eager's time, or this many microseconds more.
 TARGETS = {
-    **{"small": (1.10, 5.0), "fused": (1.15, 20.0), "region": (1.0, 25.0)},
-    **{"bert layer": (1.0, 250.0), "llama layer": (1.0, 300.0), "autocast layer": (1.0, 450.0)},
+    **{"small": (1.10, 5.0), "fused": (1.15, 20.0), "region": (1.0, 25.0), "bert layers": (1.0, LAYERS * 250.0)},
+    **{"llama layers": (1.0, LAYERS * 300.0), "autocast layers": (1.0, LAYERS * 450.0)},
 }
 #: The gated blocks of transformers.
 GATED = {"bert": False, "llama": True}
@@ -88,8 +90,8 @@ def cases() -> Iterator[Case]:
     for activation, elements in (("gelu", 512), *((name, ELEMENTS) for name in BETWEEN_LAYERS)):
         yield Case("region", "fuse", activation, elements)
     for name in GATED:
-        yield Case(f"{name} layer", "layer", name, 8 * 64)
-        yield Case("autocast layer", "layer", name, 8 * 64)
+        yield Case(f"{name} layers", "layers", name, 8 * 64)
+        yield Case("autocast layers", "layers", name, 8 * 64)
 
 
 def measure_case(case: Case, setting: Setting) -> dict[str, Any]:
@@ -146,15 +148,15 @@ def build(case: Case, device: torch.device) -> Built:
         region = zoo.twin(model)
         fl.fuse(region)
         return partial(model, x), partial(region, x), (x, *model.parameters())
-    if case.operation == "layer":
+    if case.operation == "layers":
         x = randn(1, elements // 64, 64)
-        block: nn.Module = zoo.TransformerBlock(64, 128, GATED[name]).to(device)
-        for dropout in (module for module in block.modules() if isinstance(module, nn.Dropout)):
+        blocks = nn.Sequential(*[zoo.TransformerBlock(64, 128, GATED[name]) for _ in range(LAYERS)]).to(device)
+        for dropout in (module for module in blocks.modules() if isinstance(module, nn.Dropout)):
             dropout.p = 0.0  # results are compared
-        fused = zoo.twin(block)
+        fused = zoo.twin(blocks)
         fl.fuse(fused)
-        autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.group == "autocast layer")
-        return autocast(partial(block, x)), autocast(partial(_however_small, fused, x)), (x, *block.parameters())
+        autocast = torch.autocast(device.type, torch.bfloat16, enabled=case.group == "autocast layers")
+        return autocast(partial(blocks, x)), autocast(partial(_however_small, fused, x)), (x, *blocks.parameters())
     if case.operation == "module":
         return both(nn.GELU(), fl.GELU(), randn(elements // 64, 64))
     width = 64 if is_small else 256

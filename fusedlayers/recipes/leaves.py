@@ -6,7 +6,8 @@ run again on its arguments, under hooks that hand out what its nodes save, in or
 gradients are the same bits. The module's result is a recipe in the same way, whatever made it.
 
 Nothing is decided before it is known: what is saved within the module is looked at when its forward pass ends, and
-becomes a part of the second run where more bytes go than its arguments take.
+becomes a part of the second run where more bytes go than its arguments take. A leaf that has had no second run in the
+first steps is called as it is from then on.
 
 Cost: the module's operators once more in a backward pass, for all readers together, and the host's work. The second
 run finds the module's attributes, and autocast, as the first one did. Left alone are modules that draw random numbers,
@@ -95,7 +96,7 @@ class Leaf:
         is_known: whether a call has shown that it may be run again.
         is_left_alone: whether it may not.
         is_changing: whether a call has set attributes, so that it is left alone for ever.
-        pays: by dtypes of a call, whether its first one was run again for any saved tensor, or for its result.
+        pays: by the dtypes of a call, True where there was a second run, or the number of the region that tried.
     """
 
     is_known = is_left_alone = is_changing = False
@@ -106,7 +107,7 @@ class Leaf:
         self.function: Any = getattr(run.func, "__func__", None)
         self.module: Any = object.__new__(type(module))
         self.module.__dict__ = {**own, **_HOOKS}
-        self.state, self.pays = state, dict[Any, bool]()
+        self.state, self.pays = state, dict[Any, int]()
         held = [value for name, value in own.items() if name not in _OF_MODULES]
         held += [*own["_parameters"].values(), *own["_buffers"].values()]
         self.tensors = [t for t in held if type(t) not in _CONSTANTS and isinstance(t, Tensor)]
@@ -124,6 +125,12 @@ class Leaf:
             and not any(region.may_free(t) for t in self.tensors if t.requires_grad)
         ):
             self.leave_alone()
+
+    def may_pay(self, kinds: Any, region: Region) -> bool:
+        """Whether a call of these dtypes has had a second run, or none has been tried before this region. To look at a
+        call takes 80 us (Intel Xeon)."""
+        found = self.pays.setdefault(kinds, region.number)
+        return found is True or found == region.number
 
     def leave_alone(self) -> None:
         """Run it once from now on, and hold nothing: what a module holds may reach the whole model."""
@@ -192,8 +199,8 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
         return run()
     leaf: Leaf | None = owner.leaf
     kinds = *[(t.dtype, t.requires_grad) for t in tensors], autocast_is_active()
-    if leaf is not None and not leaf.pays.get(kinds, True) and not region.is_checkpointed:
-        return run()  # else 80 us (Intel Xeon)
+    if leaf is not None and not region.is_checkpointed and not leaf.may_pay(kinds, region):
+        return run()
     if leaf is None or not leaf.is_changing:
         state = _state_of(module, run)
         if leaf is None or leaf.state != state:
@@ -221,14 +228,12 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
         if not leaf.is_known:
             leaf.decide(tensors, whole.grad_fn, first)
         if not leaf.is_left_alone and [t._version for t in (*leaf.tensors, *tensors)] == versions:
-            is_replaced = _replace(region, Call(leaf, tensors, kinds), tensors, whole, log)
-            leaf.pays.setdefault(kinds, is_replaced)
+            _replace(region, Call(leaf, tensors, kinds), tensors, whole, log)
     return y
 
 
-def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tensor, log: Log) -> bool:
-    """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes.
-    Whether anything was saved that now is not."""
+def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tensor, log: Log) -> None:
+    """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes."""
     given = *tensors, *call.leaf.tensors
     held, own, own_ids = {*map(_storage, given)}, _storage(whole), {*map(id, given)}
     found: list[tuple[int, int, Stored, Any]] = []
@@ -268,7 +273,6 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
         node: Any = whole.grad_fn
         found_again = None if frame is None else weakref.ref(frame)
         node.metadata[_MADE] = whole._version, call, [*map(weakref.ref, arguments)], found_again
-    return frame is not None
 
 
 def result_of_leaf(region: Region, node: Any, result: Tensor | None) -> Part | None:
@@ -284,7 +288,6 @@ def result_of_leaf(region: Region, node: Any, result: Tensor | None) -> Part | N
         if None in arguments or sum(value.nbytes for value in _stored_in(arguments)) > nbytes:
             return None  # what others save may be dropped before
         frame = Frame(call, arguments, region)
-        call.leaf.pays[call.kinds] = True
     return None if frame.region is not region else Part(frame, RESULT, result, node.name())
 
 

@@ -61,12 +61,13 @@ class Region:
         is_sharded: whether ``fully_shard`` has been used when the region began.
         log: what is packed while a leaf runs (``leaves.py``); None while none does.
         has_leaves: whether one has run.
+        number: what the first node within it would be numbered.
     """
 
     def __init__(self, hooks: Hooks | None) -> None:
         self.hooks, self.knows_parameters, self.is_sharded = hooks, False, is_sharded()
         self.is_checkpointed = hooks is not None and is_under_checkpoint()
-        self._made = sequence_number()
+        self.number = sequence_number()
         self._packed: dict[Any, tuple[weakref.ref[Tensor], weakref.ref[Stored]]] = {}
         self._nesting = 0
         self._began = 0
@@ -144,7 +145,7 @@ class Region:
         node: Any = whole.grad_fn
         if node is None or not self.can_replay(tensor) or whole.output_nr or whole.storage_offset():
             return self._as_it_is(tensor, whole)
-        if self.is_checkpointed and number_of(node) < self._made:
+        if self.is_checkpointed and number_of(node) < self.number:
             return Stored(tensor, self.hooks, self)  # an argument may be a view, and is none in the second run
         value = self._known(node)
         if value is None:
