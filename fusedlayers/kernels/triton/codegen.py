@@ -91,6 +91,7 @@ _TEMPLATES = {
 _COARSE = {
     "erfc_in_bfloat16": "_erfc_coarse({0}, _LOG2_ERFC_BFLOAT16)",
     "erfc_in_float16": "_erfc_coarse({0}, _LOG2_ERFC_FLOAT16)",
+    **dict.fromkeys(("tanh_in_bfloat16", "tanh_in_float16"), "_tanh_coarse({0})"),
 }
 
 #: Powers that are shorter otherwise, by the exponent.

@@ -172,6 +172,16 @@ def test_16_bit_results_err_by_their_rounding(dtype: torch.dtype) -> None:
     assert float((apply(gelu, tail).double() / truth - 1).abs()[normal].max()) <= torch.finfo(dtype).eps / 16
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_tanh_in_16_bits_errs_by_its_rounding(dtype: torch.dtype) -> None:
+    tanh = codegen.device_function(resolve("tanh"), "forward", given="output", dtype=dtype)
+    z = torch.cat([torch.logspace(-30, 1.5, 100_001), torch.linspace(0.01, 0.1, 100_001), torch.tensor([3e38])])
+    for x in (z, -z):
+        assert float((apply(tanh, x).double() / torch.tanh(x.double()) - 1).abs().max()) <= torch.finfo(dtype).eps / 64
+    odd = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0, -0.0])
+    torch.testing.assert_close(1 / apply(tanh, odd), 1 / torch.tanh(odd), rtol=0, atol=0, equal_nan=True)
+
+
 def test_every_operation_has_a_case() -> None:
     assert set(OPERATIONS) == set(codegen._TEMPLATES)
 
