@@ -35,16 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from .._torch import (
-    AccumulateGrad,
-    OpOverload,
-    autocast_is_active,
-    forward_ad_level,
-    number_of,
-    results_of,
-    sequence_number,
-    storage_id,
-)
+from .._torch import AccumulateGrad, OpOverload, forward_ad_level, number_of, results_of, sequence_number, storage_id
 from ..calls.validation import PLAIN_TYPES
 from ..utils.reading import code_reached_by
 from .recipe import Stored, Value, View
@@ -198,7 +189,7 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
     if region.log is not None or not tensors or not region.can_replay(tensors[0]) or forward_ad_level() >= 0:
         return run()
     leaf: Leaf | None = owner.leaf
-    kinds = *[(t.dtype, t.requires_grad) for t in tensors], autocast_is_active()
+    kinds = *[(t.dtype, t.requires_grad) for t in tensors],
     if leaf is not None and not region.is_checkpointed and not leaf.may_pay(kinds, region):
         return run()
     if leaf is None or not leaf.is_changing:
@@ -246,29 +237,21 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
         elif type(stored) is Stored and not stored.operands and (storage := _storage(tensor)) not in held:
             found.append((storage, number, stored, tensor if stored is value else tensor._base))
     replaced = [each for each in found if each[0] not in held]
-    frame, arguments = None, list[Any]()
-    if replaced:
-        sizes = {storage: tensor.untyped_storage().nbytes() for storage, _, _, tensor in replaced}
-        gained = sum(sizes.values()) - sizes.get(own, 0)  # the next layer saves the result, as a rule
-    else:
-        gained = 0
-    if gained:
-        arguments = log.arguments or [region.value_of(t) for t in tensors]
-        taken = sum([value.nbytes for value in _stored_in(arguments) if not value.readers])
-        # Of a slice all of its storage stays.
-        views = [t for t in tensors if t.grad_fn is None or region.hooks]
-        slices = {_storage(t): max(0, t.untyped_storage().nbytes() - t.nbytes) for t in views}
-        least = max(t.nbytes for t in tensors) // WORTH
-        if gained > taken + sum(slices.values()) + least:
-            frame = Frame(call, arguments, region, log)
-            for _, number, stored, tensor in replaced:
-                if not stored.operands:  # several nodes may have saved it
-                    stored.become(Part(frame, number, tensor, "saved in it"))
-                    frame.wholes |= {number} if tensor is not log[number][1] else set()
-    else:
-        saved = {id(tensor): value for value, tensor in log}
-        arguments = [saved.get(id(t)) or region.known(t) for t in tensors]
-    if whole.output_nr == 0 and own not in held and None not in arguments:
+    sizes = {storage: tensor.untyped_storage().nbytes() for storage, _, _, tensor in replaced}
+    gained = sum(sizes.values()) - sizes.get(own, 0)  # the next layer saves the result, as a rule
+    frame = None
+    arguments = log.arguments if region.is_checkpointed else [region.value_of(t) for t in tensors]
+    taken = sum([value.nbytes for value in _stored_in(arguments) if not value.readers])
+    # Of a slice all of its storage stays.
+    views = [t for t in tensors if t.grad_fn is None or region.hooks]
+    slices = {_storage(t): max(0, t.untyped_storage().nbytes() - t.nbytes) for t in views}
+    if gained > taken + sum(slices.values()) + max(t.nbytes for t in tensors) // WORTH:
+        frame = Frame(call, arguments, region, log)
+        for _, number, stored, tensor in replaced:
+            if not stored.operands:  # several nodes may have saved it
+                stored.become(Part(frame, number, tensor, "saved in it"))
+                frame.wholes |= {number} if tensor is not log[number][1] else set()
+    if whole.output_nr == 0 and own not in held and arguments:
         region.has_leaves = True
         node: Any = whole.grad_fn
         found_again = None if frame is None else weakref.ref(frame)

@@ -110,12 +110,6 @@ class Region:
         is_itself = tensor._base is None or not (tensor.is_conj() or tensor.is_neg())
         return is_itself and tensor.nbytes >= (GPU_LEAST_BYTES if tensor.is_cuda else LEAST_BYTES)
 
-    def known(self, tensor: Tensor) -> Value | None:
-        """The value that a whole tensor was packed as, or made of, before."""
-        node: Any = tensor.grad_fn
-        value = None if node is None or tensor._base is not None or tensor.output_nr else self._known(node)
-        return value if value is not None and value.version == tensor._version else None
-
     # --- hooks --------------------------------------------------------------------------------------------------------
 
     def pack(self, tensor: Tensor) -> Value:
