@@ -355,10 +355,6 @@ def _truth(value: Any) -> Any:
     return value if value.dtype == torch.bool else value != 0
 
 
-def _gelu(x: Tensor, *, approximate: str = "none") -> Tensor:
-    return x * (gelu_tanh_gate(x) if approximate == "tanh" else gelu_gate(x))
-
-
 def _gelu_backward(grad: Tensor, x: Tensor, *, approximate: str = "none") -> Tensor:
     if approximate == "tanh":
         gate = gelu_tanh_gate(x)
@@ -394,7 +390,7 @@ def _zeros(size: Any, **options: Any) -> Tensor:
 _OWN: Decompositions = {
     EFFICIENT_ZEROS.default: _zeros,
     aten.empty.memory_format: _zeros,
-    aten.gelu.default: _gelu,
+    aten.gelu.default: lambda x, approximate="none": x * (gelu_tanh_gate if approximate == "tanh" else gelu_gate)(x),
     aten.gelu_backward.default: _gelu_backward,
     aten.hardshrink_backward.default: lambda grad, x, lambd: torch.where((x >= -lambd) & (x <= lambd), 0.0, grad),
     aten.logical_and.default: lambda x, y: _truth(x) & _truth(y),

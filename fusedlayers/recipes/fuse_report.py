@@ -144,7 +144,7 @@ def count(result: Any, exclude: Any = (), module_of: Callable[[Any], str] = lamb
     nodes = nodes_of(tensors_in(result))
     makers = {id(value): node.name() for node in nodes if (value := result_of(node)) is not None}
     for node in nodes:
-        for packed in _packed_by(node):
+        for packed in [] if is_leaf(node) else [raw.data for raw in raw_saved(node) if isinstance(raw.data, Value)]:
             for value in all_of([packed]):
                 is_kept = isinstance(value, Stored) and isinstance(value.packed, Tensor)
                 found = sizes_of([value.packed]) if is_kept else {}  # type: ignore[attr-defined]  # as the line above says
@@ -155,7 +155,7 @@ def count(result: Any, exclude: Any = (), module_of: Callable[[Any], str] = lamb
                     made[key] = made.get(key) or makers.get(id(value), "")
                     if node not in readers.setdefault(key, []):
                         readers[key].append(node)
-                    if value is packed and _saves_output(node):
+                    if value is packed and getattr(getattr(node, "plan", None), "saved", None) == "output":  # by hand
                         owners.setdefault(key, node)
             recipe = _recipe_of(packed)
             if recipe is not None:
@@ -188,15 +188,6 @@ def _because(made_by: str, is_small: bool, owner: Any) -> str:
     return (
         "its operands are not saved" if made_by in REPLAYS or made_by in RESULTS else "no operation by element made it"
     )
-
-
-def _packed_by(node: Any) -> list[Value]:
-    return [] if is_leaf(node) else [raw.data for raw in raw_saved(node) if isinstance(raw.data, Value)]
-
-
-def _saves_output(node: Any) -> bool:
-    """Whether it is an activation of this package that does (``ops/pointwise.py``)."""
-    return getattr(getattr(node, "plan", None), "saved", None) == "output"
 
 
 def _recipe_of(value: Value) -> Recipe | None:

@@ -189,7 +189,7 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
     if region.log is not None or not tensors or not region.can_replay(tensors[0]) or forward_ad_level() >= 0:
         return run()
     leaf: Leaf | None = owner.leaf
-    kinds = *[(t.dtype, t.requires_grad) for t in tensors],
+    kinds = tuple([(t.dtype, t.requires_grad) for t in tensors])
     if leaf is not None and not region.is_checkpointed and not leaf.may_pay(kinds, region):
         return run()
     if leaf is None or not leaf.is_changing:
