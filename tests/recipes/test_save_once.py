@@ -735,10 +735,6 @@ def test_compilers_see_nothing_of_it(form: str) -> None:
 # --- the table --------------------------------------------------------------------------------------------------------
 
 
-def _names(node: Any) -> set[str]:
-    return {name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")}
-
-
 W = nn.Parameter(torch.rand(4))
 #: Row -> what makes such a node, and what it saves.
 NODES: dict[str, tuple[Callable[[Tensor], Tensor], set[str]]] = {
@@ -810,7 +806,8 @@ def test_nodes_of_this_torch(name: str) -> None:
     """A new version of PyTorch that names a node in another way, or has it save something else, shows here."""
     make, saves = NODES[name]
     node: Any = make(torch.randn(2, 4, 6, 6, requires_grad=True)).grad_fn
-    assert node.name() == name and _names(node) == saves
+    found = {name.removeprefix("_raw_saved_") for name in dir(node) if name.startswith("_raw_saved_")}
+    assert node.name() == name and found == saves
 
 
 class ReadBehindANorm(nn.Module):

@@ -97,10 +97,6 @@ class Segmentation(nn.Module):
         return self.last(F.pad(y, (1, 0, 1, 0)))  # type: ignore[no-any-return]
 
 
-def _encoder() -> nn.Module:
-    return nn.TransformerEncoderLayer(WIDTH, 2, 64, 0.1, activation="gelu", batch_first=True)
-
-
 class Trained(nn.Module):
     """An activation with a trained order, in many operations, as users write them."""
 
@@ -210,7 +206,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
     "residual": (lambda: Residual(False), _images),
     "residual in place": (lambda: Residual(True), _images),
     "segmentation": (Segmentation, _images),
-    "encoder with dropouts": (_encoder, _rows),
+    "encoder with dropouts": (
+        partial(nn.TransformerEncoderLayer, WIDTH, 2, 64, batch_first=True, activation="gelu"),
+        _rows,
+    ),
     "trained activations": (lambda: _convolutions(Trained), _images),
     "spelled out": (Spelled, _rows),
 }
