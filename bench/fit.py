@@ -200,7 +200,4 @@ def _benchmark(name: str, *, compiles: bool) -> Benchmark:
     )
 
 
-BENCHMARKS = {
-    "fit": _benchmark("fit", compiles=False),
-    "fit-compiled": _benchmark("fit_compiled", compiles=True),
-}
+BENCHMARKS = {"fit": _benchmark("fit", compiles=False), "fit-compiled": _benchmark("fit_compiled", compiles=True)}

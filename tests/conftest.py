@@ -101,11 +101,7 @@ def nothing_outlives_a_test() -> Iterator[None]:
     yield
     plan._plans.clear()
     if len(table.by_name) != len(by_name):
-        for names, before in (
-            (table.by_name, by_name),
-            (table.by_spelling, by_spelling),
-            (table.stand_ins, stand_ins),
-        ):
+        for names, before in ((table.by_name, by_name), (table.by_spelling, by_spelling), (table.stand_ins, stand_ins)):
             names.clear()
             names.update(before)  # type: ignore[arg-type]
 

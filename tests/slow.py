@@ -60,10 +60,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_threads": 54,
         "test_traces": 16,
     },
-    "test_conv": {
-        "test_strides_are_torchs": 54,
-        "test_the_peak_is_lower_by_a_tensor": 0,
-    },
+    "test_conv": {"test_strides_are_torchs": 54, "test_the_peak_is_lower_by_a_tensor": 0},
     "test_custom": {
         "test_a_bias_may_run_along_another_dimension": 11,
         "test_higher_derivatives": 3,
@@ -77,10 +74,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_names_of_the_table": 6,
         "test_tensors_along_any_dimension_are_tried_on_inputs_that_have_it": 6,
     },
-    "test_fit": {
-        "test_distributed": 0,
-        "test_losses_are_those_of_the_model_as_it_was": 1,
-    },
+    "test_fit": {"test_distributed": 0, "test_losses_are_those_of_the_model_as_it_was": 1},
     "test_fit_compiled": {
         "test_budgets_hold": 0,
         "test_graphs_that_break": 0,
@@ -91,20 +85,9 @@ SLOW: dict[str, dict[str, int]] = {
     "test_functional": {"test_first_and_second_derivatives": 12},
     "test_functions": {"test_functions": 1},
     "test_fuse_training": {"test_adapters": 1},
-    "test_gpu_check": {
-        "test_it_runs_on_the_fake_driver": 0,
-        "test_killed_at_any_time_it_leaves_what_it_has": 0,
-    },
-    "test_integrations": {
-        "test_lightning": 3,
-        "test_torchtitans_order": 2,
-        "test_trainer": 3,
-        "test_trl": 1,
-    },
-    "test_invertible_layers": {
-        "test_couplings": 5,
-        "test_peak_memory_does_not_grow_with_depth": 0,
-    },
+    "test_gpu_check": {"test_it_runs_on_the_fake_driver": 0, "test_killed_at_any_time_it_leaves_what_it_has": 0},
+    "test_integrations": {"test_lightning": 3, "test_torchtitans_order": 2, "test_trainer": 3, "test_trl": 1},
+    "test_invertible_layers": {"test_couplings": 5, "test_peak_memory_does_not_grow_with_depth": 0},
     "test_loops": {"test_every_16_bit_number_is_widened_as_torch_does": 2},
     "test_mlp": {
         "test_masks_do_not_depend_on_what_needs_a_gradient": 1,
@@ -112,9 +95,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_the_peak_through_forward_and_backward": 1,
         "test_the_peak_where_few_rows_meet_large_weights": 2,
     },
-    "test_models": {
-        "test_the_same_bits": 5,
-    },
+    "test_models": {"test_the_same_bits": 5},
     "test_notebooks": {"test_my_model": 0},
     "test_private_names": {
         "test_a_fault_of_any_name_raises_nowhere_and_changes_no_gradient": 0,
@@ -131,11 +112,7 @@ SLOW: dict[str, dict[str, int]] = {
         "test_the_same_bits": 68,
         "test_three_counts_agree": 6,
     },
-    "test_saved_memory": {
-        "test_compiled": 4,
-        "test_compiled_by_inductor": 0,
-        "test_the_peak_is_two_hidden_buffers": 1,
-    },
+    "test_saved_memory": {"test_compiled": 4, "test_compiled_by_inductor": 0, "test_the_peak_is_two_hidden_buffers": 1},
     "test_second_runs": {"test_engines": 0},
     "test_sublinear_contexts": {"test_compiled": 1},
     "test_sublinear_plans": {"test_plans_keep_what_they_say": 6},

@@ -79,11 +79,7 @@ def raising(error: BaseException) -> object:
     ],
 )
 def test_a_run_that_fails_says_why(
-    error: BaseException,
-    code: int,
-    expected: str,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    error: BaseException, code: int, expected: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(demo, "compare", raising(error))
     assert main(["demo", "--batch", "3"]) == code

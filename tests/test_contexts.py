@@ -48,10 +48,7 @@ def test_every_activation_compiles(backend: str, dtype: torch.dtype) -> None:
         eager, exact = activation.plain(z), activation.function(z.detach().double())
         slopes = (torch.autograd.grad(t, z, torch.ones_like(t), retain_graph=True)[0] for t in (y, eager))
         tolerance = 4 * torch.finfo(dtype).eps + (1e-5 if activation.is_folded else 0)
-        for (ours, torchs), truth in (
-            ((y, eager), exact),
-            (slopes, reference.derivative(activation.function, z)),
-        ):
+        for (ours, torchs), truth in (((y, eager), exact), (slopes, reference.derivative(activation.function, z))):
             assert ours.dtype is dtype
             assert reference.relative(ours, truth) <= 2 * reference.relative(torchs, truth) + tolerance, activation
 

@@ -68,9 +68,7 @@ def _cases(names: tuple[str, ...], others: tuple[Any, ...], where: Callable[...,
 
 
 def _each(
-    *others: Collection[Any],
-    names: Collection[str] = tuple(SUBJECTS),
-    where: Callable[..., bool] = lambda *case: True,
+    *others: Collection[Any], names: Collection[str] = tuple(SUBJECTS), where: Callable[..., bool] = lambda *case: True
 ) -> Cases:
     """Layers, activations and others."""
     return _cases(tuple(names), tuple(map(tuple, others)), where)
@@ -617,8 +615,7 @@ def test_forward_mode(name: str, activation: str, save: str) -> None:
 
 @compiles
 @pytest.mark.parametrize(
-    ("name", "activation", "save"),
-    _some(covering(list(SUBJECTS), ("tanh", "gelu", "sine"), SAVES), 6),
+    ("name", "activation", "save"), _some(covering(list(SUBJECTS), ("tanh", "gelu", "sine"), SAVES), 6)
 )
 def test_compiled(name: str, activation: str, save: str) -> None:
     torch.compiler.reset()

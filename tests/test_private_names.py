@@ -25,9 +25,7 @@ ATTRIBUTES = {
     *("_prepare_input_fn", "_prepare_output_fn"),
 }
 #: Of Python's own library; argparse tells of its options, which suggestions are made from, by no other names.
-ELSEWHERE = {
-    *("_replace", "_SubParsersAction", "_lru_cache_wrapper", "_getframe"),
-}
+ELSEWHERE = {*("_replace", "_SubParsersAction", "_lru_cache_wrapper", "_getframe")}
 
 
 def _is_private(name: str) -> bool:

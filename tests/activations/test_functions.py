@@ -58,13 +58,7 @@ def _step(function: Callable[[Tensor], Tensor], z: Tensor) -> _Result:
 
 
 def _compare(
-    say: str,
-    function: Callable[[Tensor], Tensor],
-    z: Tensor,
-    saved: str,
-    *,
-    is_normal: bool,
-    is_round: bool = False,
+    say: str, function: Callable[[Tensor], Tensor], z: Tensor, saved: str, *, is_normal: bool, is_round: bool = False
 ) -> None:
     """``is_normal``: whether z is of N(0, 1), for which slopes are exact in the mean too; ``is_round``: whether kinks
     may be at its numbers, where slopes are eager's."""

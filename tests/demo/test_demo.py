@@ -10,15 +10,7 @@ from fusedlayers.__main__ import main
 from fusedlayers.demo.command import DEFAULTS, MIB, Outcomes
 from fusedlayers.demo.training import Settings, compare, standard_library_bytes
 
-TINY = Settings(
-    device=torch.device("cpu"),
-    dtype=torch.float32,
-    steps=30,
-    batch=4,
-    context=32,
-    width=32,
-    layers=2,
-)
+TINY = Settings(device=torch.device("cpu"), dtype=torch.float32, steps=30, batch=4, context=32, width=32, layers=2)
 HIDDEN_ELEMENTS = TINY.layers * TINY.batch * TINY.context * 4 * TINY.width
 
 

@@ -51,11 +51,7 @@ def test_the_activations_output_and_a_bit_for_each_number_are_saved(name: str, d
     x, w, b, last = _tensors(dtype)
     function: Callable[[Tensor], Tensor] = getattr(F, name)
     for own, eager, buffers in (
-        (
-            lambda: fl.dense_bias_act(x, w, b, name, dropout=0.1),
-            lambda: F.dropout(function(F.linear(x, w, b)), 0.1),
-            1,
-        ),
+        (lambda: fl.dense_bias_act(x, w, b, name, dropout=0.1), lambda: F.dropout(function(F.linear(x, w, b)), 0.1), 1),
         (
             lambda: F.linear(fl.dense_bias_act(x, w, b, name, dropout=0.1), last),
             lambda: F.linear(F.dropout(function(F.linear(x, w, b)), 0.1), last),

@@ -65,10 +65,7 @@ def test_compiled(activation: Activation) -> None:
 
 
 @compiles
-@pytest.mark.parametrize(
-    ("dtype", "autocast"),
-    [(torch.float16, False), (torch.float32, True)],
-)
+@pytest.mark.parametrize(("dtype", "autocast"), [(torch.float16, False), (torch.float32, True)])
 def test_compiled_by_inductor(dtype: torch.dtype, autocast: bool) -> None:
     # One graph with a block per activation: compiling one by one would take minutes.
     torch.compiler.reset()

@@ -113,10 +113,7 @@ def test_a_second_backward_pass_without_retain_graph_raises() -> None:
 
 FUSED: dict[str, tuple[Callable[[], list[nn.Module]], tuple[int, ...]]] = {
     "dense": (lambda: [fl.FusedDenseAct(64, 64, a) for a in ("gelu", "mish", "relu", "silu")], (64, 64)),
-    "mlp": (
-        lambda: [nn.LayerNorm(64), fl.FusedMLP(64, 128), nn.LayerNorm(64), fl.FusedGatedMLP(64, 128)],
-        (64, 64),
-    ),
+    "mlp": (lambda: [nn.LayerNorm(64), fl.FusedMLP(64, 128), nn.LayerNorm(64), fl.FusedGatedMLP(64, 128)], (64, 64)),
     "convolution": (
         lambda: [fl.FusedConvAct2d(8, 8, 3, padding=1, activation="gelu") for _ in range(4)],
         (4, 8, 16, 16),

@@ -84,10 +84,7 @@ def _tensors(*shapes: tuple[int, ...]) -> list[Tensor]:
 
 
 def _dense(**options: Any) -> tuple[Callable[..., Tensor], list[Tensor]]:
-    return (
-        lambda x, w, b: fl.dense_bias_act(x, w, b, **options),
-        _tensors((ROWS, 256), (WIDTH, 256), (WIDTH,)),
-    )
+    return (lambda x, w, b: fl.dense_bias_act(x, w, b, **options), _tensors((ROWS, 256), (WIDTH, 256), (WIDTH,)))
 
 
 #: Name -> a call and its tensors.

@@ -20,11 +20,7 @@ def resources(compiled: Any) -> dict[str, int]:
             name: int(n) for name, n in re.findall(r"^\s+\.(\w+):\s+(\d+)$", compiled.asm["amdgcn"], re.MULTILINE)
         }
         spills = amounts["private_segment_fixed_size"] + 4 * amounts["vgpr_spill_count"]
-        return {
-            "registers": amounts["vgpr_count"],
-            "spill_bytes": spills,
-            "scalar_spills": amounts["sgpr_spill_count"],
-        }
+        return {"registers": amounts["vgpr_count"], "spill_bytes": spills, "scalar_spills": amounts["sgpr_spill_count"]}
     from triton import knobs
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

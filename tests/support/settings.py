@@ -13,12 +13,7 @@ compiles = pytest.mark.filterwarnings(r"ignore::DeprecationWarning:torch\..*")
 
 ROOT = Path(__file__).parents[2]
 #: Tests compute little, which PyTorch would compute: in them it computes only results of less than 1 KiB.
-SIZES = {
-    "SMALL_BYTES": 1 << 10,
-    "MEDIUM_BYTES": 1 << 10,
-    "GPU_BYTES": 0,
-    "GPU_MEDIUM_BYTES": 1 << 10,
-}
+SIZES = {"SMALL_BYTES": 1 << 10, "MEDIUM_BYTES": 1 << 10, "GPU_BYTES": 0, "GPU_MEDIUM_BYTES": 1 << 10}
 
 
 def seed(name: str) -> None:

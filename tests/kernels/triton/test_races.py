@@ -82,12 +82,7 @@ def _gate(dtype: torch.dtype) -> Results:
 
 
 SPLITS: dict[str, dict[str, Any]] = {"many programs": {"TILE": 64, "PROGRAMS": 7}, "one program": {"PROGRAMS": 1}}
-KERNELS = {
-    "bias and activation": _bias_act,
-    "operands": _operands,
-    "gradient": _gradient,
-    "gate": _gate,
-}
+KERNELS = {"bias and activation": _bias_act, "operands": _operands, "gradient": _gradient, "gate": _gate}
 
 
 def _the_same_in_each_order(run: Callable[[], Results]) -> None:
