@@ -1,4 +1,5 @@
-"""Autocast: what it casts to, and the casts that kernels and nodes need of it."""
+"""Autocast: what it casts to, and the casts that kernels and nodes need of it. Backward passes look at it where they
+compute layers again (``ops/pointwise.py``, ``ops/mlp_node.py``), and a user's function where it is traced."""
 
 from __future__ import annotations
 

@@ -4,8 +4,8 @@ A ``Call`` is what is asked for, and a ``Decision`` the answer, of layers and bl
 What changes from call to call is not part of it: who owns a buffer in backward, the seed of a dropout, and what depends
 on values.
 
-Reasons are chosen here alone. They are logged (at DEBUG, by "fusedlayers"), where a decision is new, and stand in
-errors; ``repr`` of a layer and ``explain`` ask for the decision about a large call (``describe``).
+Reasons are chosen here, but of a layer that nothing calls (``nn``). They are logged (DEBUG, by "fusedlayers"), where
+a decision is new, and stand in errors; ``repr`` of a layer and ``explain`` ask about a large call (``describe``).
 """
 
 import math
@@ -93,11 +93,11 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
-def decide(call: Call, followed_by: str | None, *, may_build: bool = True) -> Decision:
+def decide(call: Call, because: str | None, *, may_build: bool = True) -> Decision:
     """The decision about a call whose tensors fit together.
 
     Args:
-        followed_by: who must see PyTorch's own operations, or None.
+        because: why PyTorch's own operations must be seen, as the caller has found out, or None.
         may_build: whether code may be built to find out how fast it is.
 
     Raises:
@@ -112,7 +112,7 @@ def decide(call: Call, followed_by: str | None, *, may_build: bool = True) -> De
     saved = _saved(operation, activation, "auto" if is_seen else save, dtype)
     if is_block and is_compiling:
         return _by_layer("torch.compile plans the memory itself", None)
-    because = followed_by or validation.unusual_because(*tensors) or activation.fallback_reason
+    because = because or validation.unusual_because(*tensors) or activation.fallback_reason
     if because is None and not is_block and tensors[3] is not None and tensors[3].dtype is not dtype:
         because = f"the residual is {tensors[3].dtype} where the sum is {dtype}"
     if because is None and is_compiling and activation.needs_tracing:

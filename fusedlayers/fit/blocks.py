@@ -28,7 +28,7 @@ from .._torch import tree_leaves
 from ..recipes.fuse import fuse
 from ..recipes.patch import patch_of, patches_of
 from ..utils.step import Step, now
-from .budget import Measurement, Of, Training, everyone
+from .training import Measurement, Of, Training, everyone
 
 #: Inner blocks take the place of an outer one if they compute this part of its results: 92 to 94 % in a stage of
 #: ConvNeXt or Swin, 78 % in a bottleneck of a ResNet, whose convolutions are in a list.
@@ -41,7 +41,7 @@ TRIES = 5
 
 
 @dataclass(eq=False)
-class Block:
+class FitBlock:
     """A block, how often a step calls it, and its kind: a number that blocks have in common that cost the same."""
 
     path: str
@@ -50,7 +50,7 @@ class Block:
     kind: int
 
 
-class Blocks(list[Block]):
+class Blocks(list[FitBlock]):
     """The blocks of a model that may be recomputed, in the order of their calls; the model is fused.
 
     A block that is recomputed saves nothing in the forward pass. So it runs as PyTorch runs it, which takes less time,
@@ -66,7 +66,7 @@ class Blocks(list[Block]):
         self.model, self.skipped = model, dict[str, list[str]]()
         self._patches = {patch.module: patch for patch in patches_of(model)}
 
-    def save(self, blocks: Collection[Block]) -> None:
+    def apply(self, blocks: Collection[FitBlock]) -> None:
         """Recompute all but these."""
         recomputed = {block.module for block in self if block not in blocks}
         plain = {module for block in recomputed for module in block.modules()} if self._of == "saved" else set()
@@ -113,7 +113,7 @@ class Blocks(list[Block]):
                 self.skipped.setdefault(reason, []).append(paths[module])
             elif module in chosen:
                 kind = kinds.setdefault(_kind_of(module, calls[module], sizes[module]), len(kinds))
-                self.append(Block(paths[module], module, calls[module], kind))
+                self.append(FitBlock(paths[module], module, calls[module], kind))
         return loss
 
     def _chosen(self, module: nn.Module, sizes: Counter[nn.Module], seen: set[nn.Module]) -> set[nn.Module]:
@@ -145,22 +145,22 @@ class Cost(NamedTuple):
     time_ms: float
 
 
-class Plan(NamedTuple):
+class FitPlan(NamedTuple):
     """The blocks that are saved once, and what that takes, as predicted."""
 
-    saved: frozenset[Block]
+    saved: frozenset[FitBlock]
     found: Measurement
 
 
-class Plans:
+class FitPlans:
     """All plans for blocks with these costs, in the order of their calls. ``least``: the one that recomputes all."""
 
-    def __init__(self, costs: Mapping[Block, Cost], least: Measurement, of: Of) -> None:
+    def __init__(self, costs: Mapping[FitBlock, Cost], least: Measurement, of: Of) -> None:
         self._costs, self.least, self._of = costs, least, of
         per_byte = {block: ms / size if size > 0 else math.inf for block, (size, ms) in costs.items()}
         self._order = sorted(costs, key=lambda block: per_byte[block])[::-1]  # the last of alike blocks first
 
-    def _plan(self, saved: Collection[Block]) -> Plan:
+    def _plan(self, saved: Collection[FitBlock]) -> FitPlan:
         """The bytes that blocks add. At the peak the backward pass of one holds all of its own, and those of blocks
         before it that are saved once."""
         total = most = most_of_one = 0
@@ -169,9 +169,9 @@ class Plans:
             total += cost.bytes if block in saved else 0
         more = total if self._of == "saved" else most - most_of_one
         faster_ms = sum(self._costs[block].time_ms for block in saved)
-        return Plan(frozenset(saved), Measurement(self.least.bytes + more, self.least.time_ms - faster_ms))
+        return FitPlan(frozenset(saved), Measurement(self.least.bytes + more, self.least.time_ms - faster_ms))
 
-    def best(self, budget: int) -> Plan:
+    def best(self, budget: int) -> FitPlan:
         """The fastest within a budget; the smallest where none is within it."""
         plan = self._plan(())
         for block in self._order:
@@ -179,7 +179,7 @@ class Plans:
             plan = more if more.found.bytes <= budget else plan
         return plan
 
-    def within(self, budget: int, bytes_with: Callable[[Collection[Block]], int]) -> tuple[Plan, int]:
+    def within(self, budget: int, bytes_with: Callable[[Collection[FitBlock]], int]) -> tuple[FitPlan, int]:
         """The fastest of the plans tried whose bytes, as measured, keep to a budget, which the smallest does."""
         tried = {self._plan(()): self.least.bytes}
         allowed = budget
@@ -192,12 +192,12 @@ class Plans:
         return plan, tried[plan]
 
 
-def measured(blocks: Blocks, training: Training, least: int, recompute_all: Callable[[], None]) -> Plans:
+def measured(blocks: Blocks, training: Training, least: int, recompute_all: Callable[[], None]) -> FitPlans:
     """The plans, by a few steps that recompute all blocks, and by the bytes of one block of each kind saved once."""
     calls_ms: dict[int, list[float]] = defaultdict(list)
     began: list[float] = []
 
-    def leave(block: Block, *_: object) -> None:
+    def leave(block: FitBlock, *_: object) -> None:
         calls_ms[block.kind].append(1e3 * (now() - began.pop()))
 
     with ExitStack() as stack:
@@ -206,9 +206,9 @@ def measured(blocks: Blocks, training: Training, least: int, recompute_all: Call
             stack.callback(block.module.register_forward_hook(partial(leave, block)).remove)
         (least_ms,) = training.together(lambda: training.times_ms([recompute_all]))[0]
     saved: dict[int | None, int] = {}
-    of_kind: dict[int | None, list[Block]] = {None: [], **{block.kind: [block] for block in blocks}}
+    of_kind: dict[int | None, list[FitBlock]] = {None: [], **{block.kind: [block] for block in blocks}}
     for kind, kept in of_kind.items():
-        blocks.save(kept)
+        blocks.apply(kept)
         saved[kind] = max(training.together(training.saved))
     costs = [Cost(saved[b.kind] - saved[None], b.calls * median(calls_ms[b.kind])) for b in blocks]
-    return Plans(dict(zip(blocks, everyone(costs)[0], strict=True)), Measurement(least, least_ms), training.of)
+    return FitPlans(dict(zip(blocks, everyone(costs)[0], strict=True)), Measurement(least, least_ms), training.of)

@@ -18,8 +18,8 @@ from ..utils.progress import OnStage, asked, within
 from ..utils.report import Report
 from ..utils.step import Step, telling
 from ..utils.storages import tensors_in
-from .blocks import Block, Blocks, measured
-from .budget import COUNTED, Measurement, Of, Training, everyone
+from .blocks import Blocks, FitBlock, measured
+from .training import COUNTED, Measurement, Of, Training, everyone
 
 #: How far gradients may differ, of their norm: layers carry a rounding error far, and other random numbers farther.
 ALIKE = 0.1
@@ -157,7 +157,7 @@ def fit(
         if report is None or plan_only:
             restore(model, before)
     if not plan_only:
-        blocks.save([block for block in blocks if block.path in report.saved_once])
+        blocks.apply([block for block in blocks if block.path in report.saved_once])
     on_stage("done", 1.0)
     return report
 
@@ -175,8 +175,8 @@ def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
         except torch.OutOfMemoryError:
             return None
 
-    def bytes_with(saved: Collection[Block]) -> int:
-        blocks.save(saved)
+    def bytes_with(saved: Collection[FitBlock]) -> int:
+        blocks.apply(saved)
         return max(training.together(training.bytes))
 
     with training.step.readable():
@@ -191,16 +191,16 @@ def _choose(blocks: Blocks, training: Training, on_stage: OnStage) -> FitReport:
             way = f"with {'every' if blocks else 'no'} block recomputed" + f" ({'; '.join(but)})" * bool(but)
             raise training.unmet(eager_bytes, least, way)
         on_stage("measuring blocks", 0.1)
-        plans = measured(blocks, training, least, telling(partial(blocks.save, ()), within(on_stage, 0.1, 0.4)))
+        plans = measured(blocks, training, least, telling(partial(blocks.apply, ()), within(on_stage, 0.1, 0.4)))
         on_stage("measuring plans", 0.4)
         plan, size = plans.within(allowed, bytes_with)
-        blocks.save(plan.saved)
+        blocks.apply(plan.saved)
         if eager_bytes is not None and not all(training.together(lambda: _are_alike(training.gradients(), gradients))):
             raise ValueError(
                 "fit: gradients differ where blocks are recomputed, or from run to run, as where a block draws random "
                 "numbers that are not PyTorch's; fuse(model) recomputes none"
             )
-        switches = [telling(partial(blocks.save, plan.saved), within(on_stage, 0.5, 1))]
+        switches = [telling(partial(blocks.apply, plan.saved), within(on_stage, 0.5, 1))]
         switches += [] if eager_bytes is None else [partial(unfuse, blocks.model)]
         time_ms, *eager_ms = training.together(lambda: training.times_ms(switches))[0]
     notes = [] if blocks or blocks.skipped else [f"Nothing is recomputed: {NO_BLOCKS}."]

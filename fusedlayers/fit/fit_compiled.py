@@ -21,7 +21,7 @@ from ..utils.progress import OnStage, asked
 from ..utils.report import Report
 from ..utils.step import Step
 from ..utils.storages import tensors_in
-from .budget import COUNTED, Measurement, Of, Training
+from .training import COUNTED, Measurement, Of, Training
 
 #: So many parts are tried, and the search ends with one that takes so much of the budget.
 TRIES = 5

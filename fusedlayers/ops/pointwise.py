@@ -70,7 +70,7 @@ class BiasAct(Node):
             ctx.save_for_backward(*tensors, b, residual, *operands)
         else:
             ctx.save_for_backward(y if plan.saved == "output" else z, *operands)
-        ctx.plan, ctx.version = plan, None if overwrites else y._version
+        ctx.plan, ctx.version = plan, None if overwrites else y._version  # of y, for recipes
         is_hooked = plan.saved == "output" and saved_tensors_hooks_on_top(True) is not None
         ctx.expected = expected_from_hooks(y, is_dirty=overwrites) if is_hooked else None
         return y
@@ -87,21 +87,21 @@ def _gradients(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[A
     this call's own."""
     plan, is_composite, may_overwrite = ctx.plan, needs_composite(dy), False
     if plan.saved == "output":
-        saved = saved_output(ctx, plan.function, plan.activation)
+        tensors = saved_output(ctx, plan.function, plan.activation)
         if not is_composite:
-            may_overwrite, *_ = take_over(ctx, saved)
-        elif len(saved) == 1:
-            dz = SavedOutput(plan.activation, plan.backend, ctx.places, plan.dim).differentiable(dy, saved[0])
+            may_overwrite, *_ = take_over(ctx, tensors)
+        elif len(tensors) == 1:
+            dz = SavedOutput(plan.activation, plan.backend, ctx.places, plan.dim).differentiable(dy, tensors[0])
             return [dz, sum_along(dz, plan.dim) if needs_b else None]
         else:  # as from the input that y tells
-            y, *operands = saved
+            y, *operands = tensors
             with torch.no_grad():
                 _, z = applied(plan.activation.told, y, operands, plan.dim)
-            saved[0] = AtPlace.apply(z, plan.dim, *ctx.places) if torch.is_grad_enabled() else z
+            tensors[0] = AtPlace.apply(z, plan.dim, *ctx.places) if torch.is_grad_enabled() else z
     else:
-        saved = list(ctx.saved_tensors)
+        tensors = list(ctx.saved_tensors)
         if plan.saved == "recompute":
-            x, w, operation_b, b, residual, *operands = saved
+            x, w, operation_b, b, residual, *operands = tensors
             # Two dtypes: the forward pass was under autocast, which cast the weight to the dtype of x. Whether backward
             # is under autocast does not matter.
             was_cast = w is not None and w.dtype is not x.dtype
@@ -109,11 +109,11 @@ def _gradients(ctx: Any, dy: Tensor, needs_b: bool, needs: list[bool]) -> list[A
                 z = ctx.operation(x, w, operation_b)
             z = z if b is None else z + along(b, plan.dim, z.dim())
             z = z if residual is None else z + residual
-            saved, may_overwrite = [z, *operands], z is not x
-    given, *operands = saved
+            tensors, may_overwrite = [z, *operands], z is not x
+    given, *operands = tensors
     if is_composite:
         function = lambda z, *operands: applied(plan.activation.plain, z, operands, plan.dim)
-        dz, *dp = gradients_through(function, saved, (True, *needs), upcast(dy))
+        dz, *dp = gradients_through(function, tensors, (True, *needs), upcast(dy))
         return [dz, sum_along(dz, plan.dim) if needs_b else None, *dp]
     request = GradientRequest("output" if plan.saved == "output" else "input", may_overwrite, needs_b, tuple(needs))
     dz, db, *dp = plan.backend.gradient(dy, given, plan.activation, operands, request, dim=plan.dim)

@@ -150,7 +150,7 @@ def count(result: Any, exclude: Any = (), module_of: Callable[[Any], str] = lamb
                 found = sizes_of([value.packed]) if is_kept else {}  # type: ignore[attr-defined]  # as the line above says
                 sizes |= found
                 for key in found:
-                    if not Region.can_replay(value.packed):  # type: ignore[attr-defined]
+                    if not Region.is_worth_a_replay(value.packed):  # type: ignore[attr-defined]
                         small.add(key)
                     made[key] = made.get(key) or makers.get(id(value), "")
                     if node not in readers.setdefault(key, []):

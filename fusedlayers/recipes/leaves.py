@@ -1,4 +1,4 @@
-"""Leaves: a user's module without children and matrices is one operation, which backward runs again.
+"""Leaves: a user's module that has no children and no matrices is one operation, which backward runs again.
 
 Idea: such a module (an activation or a norm that is spelled out, a Function of a user's own) does arithmetic along
 rows. Where its nodes have saved more than recipes give back, one value replaces all of that: the module's forward pass,
@@ -7,14 +7,14 @@ gradients are the same bits. The module's result is a recipe in the same way, wh
 
 Nothing is decided before it is known: what is saved within the module is looked at when its forward pass ends, and
 becomes a part of the second run where more bytes go than its arguments take. A leaf that has had no second run in the
-first steps is called as it is from then on.
+first steps is called as it is from then on, whatever changes in it.
 
-Cost: the module's operators once more in a backward pass, for all readers together, and the host's work. The second
-run finds the module's attributes, and autocast, as the first one did. Left alone are modules that draw random numbers,
-compute gradients, set attributes, write to buffers, parameters or arguments, multiply matrices, or have arguments or
-attributes, or name variables, that may change in themselves, as a dict; and what a CUDA graph captures. Limits: one
-tensor is returned. What a module reads besides (a clock, a number in a global variable or in a class) may differ the
-second time: an error where the shapes of what is saved show it.
+Cost: the module's operators once more in a backward pass, for all readers together, and the host's work. The second run
+finds the module's attributes, and autocast, as the first one did. Left alone, while they hold the same, are modules
+that draw random numbers, compute gradients, write to buffers, parameters or arguments, multiply matrices, or have
+arguments or attributes, or name variables, that may change in themselves, as a dict; for ever those that set
+attributes; and what a CUDA graph captures. Limits: one tensor is returned. What a module reads besides (a clock, a
+number of a class) may differ the second time: an error where the shapes of what is saved show it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from .._torch import AccumulateGrad, OpOverload, forward_ad_level, number_of, re
 from ..calls.validation import PLAIN_TYPES
 from ..utils.reading import code_reached_by
 from .recipe import Stored, Value, View
-from .second_run import RESULT, Call, Frame, Log, Part
+from .second_run import RESULT, Frame, LeafCall, Log, Part
 
 if TYPE_CHECKING:
     from .region import Region
@@ -87,7 +87,7 @@ class Leaf:
         is_known: whether a call has shown that it may be run again.
         is_left_alone: whether it may not.
         is_changing: whether a call has set attributes, so that it is left alone for ever.
-        pays: by the dtypes of a call, True where there was a second run, or the number of the region that tried.
+        pays: by the dtypes of a call, True where there was a second run (``Frame``), or the region that tried first.
     """
 
     is_known = is_left_alone = is_changing = False
@@ -142,7 +142,7 @@ class Leaf:
         vars(module).update({name: others.get(id(value), value) for name, value in own.items()})
         return module
 
-    def decide(self, tensors: Sequence[Tensor], node: Any, first: int) -> None:
+    def look_at_code(self, tensors: Sequence[Tensor], node: Any, first: int) -> None:
         """Whether it may be run again, by a call that began with this node: it multiplies no matrices, names nothing
         random, computes no gradients, reads no tensors with a graph that are neither arguments nor the module's, nor
         variables that may change in themselves, and is no other compiler's."""
@@ -186,7 +186,7 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
     """The result of a leaf's forward pass; what its nodes save may be made again in backward. The ``owner`` is the
     module's patch, which holds the leaf."""
     tensors = [value for value in (*run.args, *run.keywords.values()) if isinstance(value, Tensor)]
-    if region.log is not None or not tensors or not region.can_replay(tensors[0]) or forward_ad_level() >= 0:
+    if region.log is not None or not tensors or not region.is_worth_a_replay(tensors[0]) or forward_ad_level() >= 0:
         return run()
     leaf: Leaf | None = owner.leaf
     kinds = tuple([(t.dtype, t.requires_grad) for t in tensors])
@@ -217,13 +217,13 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
     elif type(y) in PLAIN_TYPES and y.grad_fn is not None:
         whole = y if y._base is None else y._base
         if not leaf.is_known:
-            leaf.decide(tensors, whole.grad_fn, first)
+            leaf.look_at_code(tensors, whole.grad_fn, first)
         if not leaf.is_left_alone and [t._version for t in (*leaf.tensors, *tensors)] == versions:
-            _replace(region, Call(leaf, tensors, kinds), tensors, whole, log)
+            _replace(region, LeafCall(leaf, tensors, kinds), tensors, whole, log)
     return y
 
 
-def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tensor, log: Log) -> None:
+def _replace(region: Region, call: LeafCall, tensors: Sequence[Tensor], whole: Tensor, log: Log) -> None:
     """Let what the leaf's nodes have saved, and its result, be made by a second run, where that takes fewer bytes."""
     given = *tensors, *call.leaf.tensors
     held, own, own_ids = {*map(_storage, given)}, _storage(whole), {*map(id, given)}
@@ -232,7 +232,7 @@ def _replace(region: Region, call: Call, tensors: Sequence[Tensor], whole: Tenso
         if id(tensor) in own_ids:
             continue
         stored: Any = value.operands[0] if isinstance(value, View) else value
-        if not region.can_replay(tensor) or stored.version != tensor._version:  # written to, it is eager's error
+        if not region.is_worth_a_replay(tensor) or stored.version != tensor._version:  # written to, it is eager's error
             held.add(_storage(tensor))  # it stays, and holds all of it
         elif type(stored) is Stored and not stored.operands and (storage := _storage(tensor)) not in held:
             found.append((storage, number, stored, tensor if stored is value else tensor._base))

@@ -66,7 +66,7 @@ def _note_facts(region: Region, module: nn.Module, result: Tensor) -> None:
     node: Any = whole.grad_fn
     if node is not None and type(node).__name__ == "ToCopyBackward0":
         node = node.next_functions[0][0]
-    if node is None or not region.can_replay(whole) or _FACTS in node.metadata:
+    if node is None or not region.is_worth_a_replay(whole) or _FACTS in node.metadata:
         return
     # Parametrizations are in neither. FSDP's first version has views in the first while a checkpoint recomputes.
     facts: dict[str, Any] = {"eps": getattr(module, "eps", None)}

@@ -6,7 +6,7 @@ the same hooks, so recipes are made of recipes.
 
 Cost: some microseconds for each saved tensor, and in backward each replay once, a pass over memory as a rule. Limits:
 at most ``DEPTH`` replays in a row; a recipe reads what its own region has packed, and so nothing across a
-checkpoint's border. Autocast: replays run without it (``Recipe``), and a leaf again as it ran (``Call``); what is cast
+checkpoint's border. Autocast: replays run without it (``Recipe``), a leaf again as it ran (``LeafCall``); what is cast
 up is stored narrowly (``replays._cast``), and facts of norms are noted below that (``norms``); a parameter's cast is no
 operand under a checkpoint, which casts anew (``Region.operand``).
 """
@@ -103,7 +103,7 @@ class Region:
         return type(parameter) is not nn.Parameter or self.is_sharded or hasattr(parameter, "ds_id")
 
     @staticmethod
-    def can_replay(tensor: Tensor) -> bool:
+    def is_worth_a_replay(tensor: Tensor) -> bool:
         """Whether a tensor is worth a replay, and sizes and strides say all of it."""
         if type(tensor) not in PLAIN_TYPES or tensor.layout is not torch.strided or tensor.is_nested:
             return False
@@ -137,7 +137,7 @@ class Region:
         base = tensor._base
         whole = tensor if base is None or base.dtype is not tensor.dtype else base
         node: Any = whole.grad_fn
-        if node is None or not self.can_replay(tensor) or whole.output_nr or whole.storage_offset():
+        if node is None or not self.is_worth_a_replay(tensor) or whole.output_nr or whole.storage_offset():
             return self._as_it_is(tensor, whole)
         if self.is_checkpointed and number_of(node) < self.number:
             return Stored(tensor, self.hooks, self)  # an argument may be a view, and is none in the second run

@@ -40,7 +40,7 @@ def with_options(function: Callable[..., Tensor], node: Any, names: Sequence[str
 
 
 def _of(function: Callable[..., Tensor], *names: str) -> Rule:
-    """A function of the saved input."""
+    """A function of the input, which the node has saved as "self"."""
 
     def rule(region: Region, node: Any, result: Tensor | None) -> Replay | None:
         z = region.read(node, "self", 0)

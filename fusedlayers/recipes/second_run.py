@@ -52,7 +52,7 @@ def is_running_again() -> bool:
     return getattr(_running, "is_again", False)
 
 
-class Call:
+class LeafCall:
     """A call of a leaf: what it has found in the module (``leaf``), and how it was called."""
 
     def __init__(self, leaf: Leaf, tensors: Sequence[Tensor], kinds: Any) -> None:
@@ -101,7 +101,7 @@ class Frame(Value):
 
     is_kept = True
 
-    def __init__(self, call: Call, arguments: Sequence[Value], region: object, log: Sequence[Packed] = ()) -> None:
+    def __init__(self, call: LeafCall, arguments: Sequence[Value], region: object, log: Sequence[Packed] = ()) -> None:
         super().__init__(region)
         call.leaf.pays[call.kinds] = True
         self.call, self.operands, self.depth = call, arguments, 1 + max([value.depth for value in arguments])

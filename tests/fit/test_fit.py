@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 import fusedlayers as fl
 from bench import fit as bench
 from bench.__main__ import main as bench_main
-from fusedlayers.fit.blocks import Block, Blocks, Cost, Plans
-from fusedlayers.fit.budget import Measurement, Training
+from fusedlayers.fit.blocks import Blocks, Cost, FitBlock, FitPlans
+from fusedlayers.fit.training import Measurement, Training
 from fusedlayers.memory import peak_bytes, saved_bytes
 from fusedlayers.recipes import patch
 from fusedlayers.recipes.patch import patch_of, patches_of
@@ -203,9 +203,9 @@ def test_a_model_that_does_not_fit_as_it_is(monkeypatch: pytest.MonkeyPatch) -> 
 # --- plans ------------------------------------------------------------------------------------------------------------
 
 
-def _plans(costs: list[Cost], of: Any) -> tuple[Plans, list[Block]]:
-    blocks = [Block(str(i), nn.Identity(), 1, 0) for i in range(len(costs))]
-    return Plans(dict(zip(blocks, costs, strict=True)), Measurement(1000, 100.0), of), blocks
+def _plans(costs: list[Cost], of: Any) -> tuple[FitPlans, list[FitBlock]]:
+    blocks = [FitBlock(str(i), nn.Identity(), 1, 0) for i in range(len(costs))]
+    return FitPlans(dict(zip(blocks, costs, strict=True)), Measurement(1000, 100.0), of), blocks
 
 
 def test_blocks_that_save_most_time_for_their_bytes_are_saved_once() -> None:

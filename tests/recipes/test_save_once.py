@@ -888,7 +888,7 @@ def test_on_gpus_small_values_are_saved(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(region, "PLAIN_TYPES", {SimpleNamespace})
     for is_cuda, nbytes, is_replayed in ((False, 1 << 15, True), (True, 1 << 15, False), (True, 1 << 18, True)):
         like = SimpleNamespace(layout=torch.strided, is_nested=False, _base=None, nbytes=nbytes, is_cuda=is_cuda)
-        assert region.Region.can_replay(like) is is_replayed  # type: ignore[arg-type]
+        assert region.Region.is_worth_a_replay(like) is is_replayed  # type: ignore[arg-type]
 
 
 def test_a_value_is_made_anew_for_another_stream(monkeypatch: pytest.MonkeyPatch) -> None:
