@@ -190,7 +190,7 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
         return run()
     leaf: Leaf | None = owner.leaf
     kinds = tuple([(t.dtype, t.requires_grad) for t in tensors])
-    if leaf is not None and not region.is_checkpointed and not leaf.may_pay(kinds, region):
+    if leaf is not None and region.hooks is None and not leaf.may_pay(kinds, region):
         return run()
     if leaf is None or not leaf.is_changing:
         state = _state_of(module, run)
