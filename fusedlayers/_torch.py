@@ -400,10 +400,7 @@ def inductor(
             "torch.autograd.graph.region_activation_memory_budget where that exists"
         ) from error
 
-    def as_traced(part: Any, inputs: Any, **_: Any) -> Any:
-        return make_boxed(part.forward)
-
-    other: dict[str, Any] = {} if is_compiled else {"inner_compile": as_traced}
+    other: dict[str, Any] = {} if is_compiled else {"inner_compile": lambda part, *_, **__: make_boxed(part.forward)}
     with config.patch(activation_memory_budget=memory_budget):
         made: Callable[..., Any] = compile_fx(module, inputs, config_patches=own, **other)
     return made

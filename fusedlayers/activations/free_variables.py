@@ -247,9 +247,6 @@ class _Search:
         self._refuse(f"it reads a {kind.__name__} of {len(values)} values; let it read a tensor")
         return None, (), lambda: values
 
-    def _namespace(self, space: types.ModuleType) -> _Apart:
-        return space, (self._named(vars(space)),), lambda _: space
-
     def _refused(self, value: object) -> _Apart:
         kind = type(getattr(value, "__self__", value)).__name__  # of a built-in method its object's
         self._refuse(f"it reads a {kind}, which is no tensor, module, function or plain number")
@@ -266,7 +263,7 @@ _TAKEN_APART: dict[Any, Callable[[_Search, Any], _Apart]] = {
     nn.Module: _Search._module,
     type: _Search._class,
     (tuple, list): _Search._sequence,
-    types.ModuleType: _Search._namespace,
+    types.ModuleType: lambda search, space: (space, (search._named(vars(space)),), lambda _: space),
 }
 
 

@@ -153,7 +153,8 @@ class _Parts:
                 raise NotPointwise(f"{name_of(_name(node))} is not pointwise")
             self._varying[node] = _copied(self.body, node, self._in_body)
         elif any(i in self._uniform for i in node.all_input_nodes):
-            self._uniform[node] = _copied(self.prologue, node, self._in_prologue)
+            known, prologue = self._uniform, self.prologue
+            known[node] = _copied(prologue, node, lambda n: known[n] if n in known else self._constant(prologue, n))
         else:
             self._values[node] = target(*torch.fx.map_arg(node.args, self._values.__getitem__), **node.kwargs)
 
@@ -161,9 +162,6 @@ class _Parts:
         if node in self._varying:
             return self._varying[node]
         return self._constant(self.body, node) if node in self._values else self._operand(node)
-
-    def _in_prologue(self, node: Node) -> Node:
-        return self._constant(self.prologue, node) if node in self._values else self._uniform[node]
 
     def _constant(self, graph: Graph, node: Node) -> Node:
         value = self._values[node].unique()

@@ -6,8 +6,8 @@ run again on its arguments, under hooks that hand out what its nodes save, in or
 gradients are the same bits. The module's result is a recipe in the same way, whatever made it.
 
 Nothing is decided before it is known: what is saved within the module is looked at when its forward pass ends, and
-becomes a part of the second run where more bytes go than its arguments take. A leaf that has had no second run in the
-first steps is called as it is from then on, whatever changes in it.
+becomes a part of the second run where more bytes go than its arguments take. Where the first step of a kind (shapes,
+dtypes, how many parameters are trained) has had no second run, the next are called as they are.
 
 Cost: the module's operators once more in a backward pass, for all readers together, and the host's work. The second run
 finds the module's attributes, and autocast, as the first one did. Left alone, while they hold the same, are modules
@@ -44,7 +44,7 @@ from .second_run import RESULT, Frame, LeafCall, Log, Part
 if TYPE_CHECKING:
     from .region import Region
 
-#: A second run frees at least this part of its largest argument: not a norm's statistics alone, a number for each row.
+#: A second run frees more than this part of its largest argument. A norm's statistics, of a number a row, are less.
 WORTH = 16
 #: Where the metadata of the node that made a leaf's result has: its version, the call, weakly the values of the
 #: arguments, and weakly the second run, if there is one already.
@@ -87,7 +87,8 @@ class Leaf:
         is_known: whether a call has shown that it may be run again.
         is_left_alone: whether it may not.
         is_changing: whether a call has set attributes, so that it is left alone for ever.
-        pays: by the dtypes of a call, True where there was a second run (``Frame``), or the region that tried first.
+        tried: by the kind of a call (shapes, dtypes, what is trained), the first region that looked at one.
+        paying: the kinds of calls that have had a second run.
     """
 
     is_known = is_left_alone = is_changing = False
@@ -98,7 +99,7 @@ class Leaf:
         self.function: Any = getattr(run.func, "__func__", None)
         self.module: Any = object.__new__(type(module))
         self.module.__dict__ = {**own, **_HOOKS}
-        self.state, self.pays = state, dict[Any, int]()
+        self.state, self.tried, self.paying = state, dict[Any, int](), set[Any]()
         held = [value for name, value in own.items() if name not in _OF_MODULES]
         held += [*own["_parameters"].values(), *own["_buffers"].values()]
         self.tensors = [t for t in held if type(t) not in _CONSTANTS and isinstance(t, Tensor)]
@@ -118,10 +119,8 @@ class Leaf:
             self.leave_alone()
 
     def may_pay(self, kinds: Any, region: Region) -> bool:
-        """Whether a call of these dtypes has had a second run, or none has been tried before this region. To look at a
-        call takes 80 us (Intel Xeon)."""
-        found = self.pays.setdefault(kinds, region.number)
-        return found is True or found == region.number
+        """Whether such a call has had a second run, or this region is the first that looks, which takes it 80 us."""
+        return self.tried.setdefault(kinds, region.number) == region.number or kinds in self.paying
 
     def leave_alone(self) -> None:
         """Run it once from now on, and hold nothing: what a module holds may reach the whole model."""
@@ -186,18 +185,18 @@ def run_leaf(region: Region, owner: Any, module: nn.Module, run: functools.parti
     """The result of a leaf's forward pass; what its nodes save may be made again in backward. The ``owner`` is the
     module's patch, which holds the leaf."""
     tensors = [value for value in (*run.args, *run.keywords.values()) if isinstance(value, Tensor)]
-    if region.log is not None or not tensors or not region.is_worth_a_replay(tensors[0]) or forward_ad_level() >= 0:
+    is_saved = torch.is_grad_enabled() and bool(tensors) and region.is_worth_a_replay(tensors[0])
+    if region.log is not None or not is_saved or forward_ad_level() >= 0:
         return run()
     leaf: Leaf | None = owner.leaf
-    kinds = tuple([(t.dtype, t.requires_grad) for t in tensors])
-    if leaf is not None and region.hooks is None and not leaf.may_pay(kinds, region):
-        return run()
     if leaf is None or not leaf.is_changing:
         state = _state_of(module, run)
         if leaf is None or leaf.state != state:
             leaf = owner.leaf = Leaf(region, module, run, state)
     is_left_alone = leaf.is_left_alone or not all(map(_is_simple, tensors))
-    if is_left_alone and not region.is_checkpointed:
+    kinds = region.phase, *[(t.shape, t.dtype, t.requires_grad) for t in tensors]
+    is_given_up = is_left_alone or (region.hooks is None and not leaf.may_pay(kinds, region))
+    if is_given_up and not region.is_checkpointed:
         return run()
     versions = [] if is_left_alone else [t._version for t in (*leaf.tensors, *tensors)]
     first, random_state = 0 if leaf.is_known else sequence_number(), _random_state(tensors[0], leaf.is_known)
@@ -239,19 +238,23 @@ def _replace(region: Region, call: LeafCall, tensors: Sequence[Tensor], whole: T
     replaced = [each for each in found if each[0] not in held]
     sizes = {storage: tensor.untyped_storage().nbytes() for storage, _, _, tensor in replaced}
     gained = sum(sizes.values()) - sizes.get(own, 0)  # the next layer saves the result, as a rule
-    frame = None
-    arguments = log.arguments if region.is_checkpointed else [region.value_of(t) for t in tensors]
-    taken = sum([value.nbytes for value in _stored_in(arguments) if not value.readers])
-    # Of a slice all of its storage stays.
-    views = [t for t in tensors if t.grad_fn is None or region.hooks]
-    slices = {_storage(t): max(0, t.untyped_storage().nbytes() - t.nbytes) for t in views}
-    if gained > taken + sum(slices.values()) + max(t.nbytes for t in tensors) // WORTH:
-        frame = Frame(call, arguments, region, log)
-        for _, number, stored, tensor in replaced:
-            if not stored.operands:  # several nodes may have saved it
-                stored.become(Part(frame, number, tensor, "saved in it"))
-                frame.wholes |= {number} if tensor is not log[number][1] else set()
-    if whole.output_nr == 0 and own not in held and arguments:
+    frame, saved = None, {id(tensor): value for value, tensor in log}
+    arguments: list[Any] = [saved.get(id(t)) or region.known(t) for t in tensors]
+    least = max(t.nbytes for t in tensors) // WORTH
+    if gained > least:
+        needed = log.arguments or [region.value_of(t) for t in tensors]
+        taken = sum([value.nbytes for value in _stored_in(needed) if not value.readers])
+        # Of a slice all of its storage stays.
+        views = [t for t in tensors if t.grad_fn is None or region.hooks]
+        slices = {_storage(t): max(0, t.untyped_storage().nbytes() - t.nbytes) for t in views}
+        if gained > taken + sum(slices.values()) + least:
+            arguments, frame = needed, Frame(call, needed, region, log)
+            call.leaf.paying.add(call.kinds)
+            for _, number, stored, tensor in replaced:
+                if not stored.operands:  # several nodes may have saved it
+                    stored.become(Part(frame, number, tensor, "saved in it"))
+                    frame.wholes |= {number} if tensor is not log[number][1] else set()
+    if whole.output_nr == 0 and own not in held and None not in arguments:
         region.has_leaves = True
         node: Any = whole.grad_fn
         found_again = None if frame is None else weakref.ref(frame)
@@ -271,6 +274,7 @@ def result_of_leaf(region: Region, node: Any, result: Tensor | None) -> Part | N
         if None in arguments or sum(value.nbytes for value in _stored_in(arguments)) > nbytes:
             return None  # what others save may be dropped before
         frame = Frame(call, arguments, region)
+        call.leaf.paying.add(call.kinds)
     return None if frame.region is not region else Part(frame, RESULT, result, node.name())
 
 

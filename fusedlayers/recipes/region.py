@@ -61,7 +61,8 @@ class Region:
         is_sharded: whether ``fully_shard`` has been used when the region began.
         log: what is packed while a leaf runs (``leaves.py``); None while none does.
         has_leaves: whether one has run.
-        number: what the first node within it would be numbered.
+        number: of the next node of its thread, when it was made.
+        phase: how many parameters are trained, and whether the model is in training mode.
     """
 
     def __init__(self, hooks: Hooks | None) -> None:
@@ -78,6 +79,7 @@ class Region:
         self._kept: set[int] | None = None
         self.log: Log | None = None
         self.has_leaves = False
+        self.phase = 0, False
 
     def begin(self, model: nn.Module | None, given: Iterable[Any] = ()) -> None:
         """Let recipes be made of this model's parameters, by nodes that are made from now on. The masks among its
@@ -90,6 +92,7 @@ class Region:
             if found is None:
                 found = _HOLDERS[model] = [weakref.ref(module) for module in modules_in(model) if module._parameters]
             held = [p for ref in found if (module := ref()) is not None for p in module._parameters.values()]
+            self.phase = sum([p is not None and p.requires_grad for p in held]), model.training
             try:
                 self._versions = dict(zip(map(id, held), map(_VERSION, held), strict=True))
             except (AttributeError, RuntimeError):  # some are None, or inference tensors, which have no version
@@ -109,6 +112,12 @@ class Region:
             return False
         is_itself = tensor._base is None or not (tensor.is_conj() or tensor.is_neg())
         return is_itself and tensor.nbytes >= (GPU_LEAST_BYTES if tensor.is_cuda else LEAST_BYTES)
+
+    def known(self, tensor: Tensor) -> Value | None:
+        """The value that a whole tensor was packed as, or made of, before."""
+        node: Any = tensor.grad_fn
+        value = None if node is None or tensor._base is not None or tensor.output_nr else self._known(node)
+        return value if value is not None and value.version == tensor._version else None
 
     # --- hooks --------------------------------------------------------------------------------------------------------
 

@@ -103,7 +103,6 @@ class Frame(Value):
 
     def __init__(self, call: LeafCall, arguments: Sequence[Value], region: object, log: Sequence[Packed] = ()) -> None:
         super().__init__(region)
-        call.leaf.pays[call.kinds] = True
         self.call, self.operands, self.depth = call, arguments, 1 + max([value.depth for value in arguments])
         self.readers_of: Counter[int] = Counter()
         self.wholes: set[int] = set()

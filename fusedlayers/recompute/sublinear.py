@@ -112,7 +112,7 @@ class SublinearSequential(nn.Sequential):
                 self._planned = planned = _Planned(*self._plan_for(children, inputs), *asked, size)
             segments, copied = planned.plan.segments, planned.copied
         for start, stop, mode in segments:
-            run = functools.partial(_run_on_copies if start in copied else _run, children[start:stop])
+            run = functools.partial(_run, children[start:stop], is_copied=start in copied)
             inputs = (run(*inputs) if mode == "nothing" else recomputed(run, children[start:stop], inputs, {}, mode),)
         return inputs[0]
 
@@ -213,11 +213,8 @@ def _write_products(costs: Sequence[ChildCosts]) -> bool:
     return of_neighbours or any(child.writes_product for child in costs)
 
 
-def _run(children: list[nn.Module], *inputs: Any) -> Any:
+def _run(children: list[nn.Module], *inputs: Any, is_copied: bool = False) -> Any:
+    inputs = tree_map_only(Tensor, torch.clone, inputs) if is_copied else inputs
     for child in children:
         inputs = (child(*inputs),)
     return inputs[0] if len(inputs) == 1 else inputs
-
-
-def _run_on_copies(children: list[nn.Module], *inputs: Any) -> Any:
-    return _run(children, *tree_map_only(Tensor, torch.clone, inputs))

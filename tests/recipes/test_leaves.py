@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from numpy import random as npr
 from recipe_cases import NewGELU, Noisy, OwnFunction, Trained
+from subjects import living_bytes
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -145,6 +146,30 @@ def test_the_peak_of_a_step_is_not_above_eagers(x: Tensor) -> None:
         gradients(model, x)
         peaks.append(peak_bytes(lambda: gradients(model, x)))
     assert peaks[1] <= 1.01 * peaks[0]
+
+
+class Sine(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.sin(x)
+
+
+def test_a_leaf_is_looked_at_again_where_more_is_trained_or_no_checkpoint_is_there_any_more() -> None:
+    x = torch.randn(8, 16, WIDTH)
+    model, eager = between_layers(Sine()), between_layers(Sine())
+    eager.load_state_dict(model.state_dict())
+    fl.fuse(model)
+
+    def held(model: nn.Module) -> int:  # no hooks count it: under these each leaf is looked at
+        model.zero_grad()
+        return living_bytes(lambda: model(x), [x, *model.parameters()])
+
+    model[2].weight.requires_grad_(False)
+    for _ in range(3):
+        model(x).sum().backward()
+    model[2].weight.requires_grad_()
+    for _ in range(3):
+        checkpoint(model, x.clone().requires_grad_(), use_reentrant=True).sum().backward()
+    assert all(held(model) <= held(eager) - x.nbytes for _ in range(4))
 
 
 def test_the_result_of_a_function_of_a_users_is_not_saved(x: Tensor) -> None:

@@ -74,7 +74,12 @@ class MonotoneTable:
 
     def __init__(self, fitted: MonotoneDerivative, middle: float) -> None:
         middle, rises = to_float32(middle), -1.0 if fitted.is_falling else 1.0
-        sides = [_side(end, sign, middle) for end, sign in zip(fitted.ends, (-1.0, 1.0), strict=True)]
+        # A side's origin, the sign of its distances, and the largest of these: ``middle``, where the derivative may
+        # jump, is excepted.
+        sides = [
+            (middle, sign, FAR) if abs(end) >= FAR else (end, -sign, abs(middle - end) * (1 - 2.0**-40))
+            for end, sign in zip(fitted.ends, (-1.0, 1.0), strict=True)
+        ]
         at_middle = float(fitted(rises * torch.tensor([middle], dtype=torch.float64)))
         parts = ((to_float32(origin), origin - to_float32(origin), sign) for origin, sign, _ in sides)
         #: Numbers of ``loops.c``'s structure.
@@ -87,12 +92,6 @@ class MonotoneTable:
         part = torch.where((low == 0) & (origin != middle), 0.0, part)
         distance = torch.minimum(low + (high - low).nan_to_num(0.0) * part * PLACES, most)
         self.cubics = cubics(fitted(rises * (origin + sign * distance)), part * PLACES).contiguous()
-
-
-def _side(end: float, sign: float, middle: float) -> tuple[float, float, float]:
-    """A side's origin, the sign of its distances, and the largest of these: ``middle`` itself, where the derivative may
-    jump, is excepted."""
-    return (middle, sign, FAR) if abs(end) >= FAR else (end, -sign, abs(middle - end) * (1 - 2.0**-40))
 
 
 def _intervals() -> tuple[Tensor, Tensor]:
